@@ -1,0 +1,41 @@
+# `make demo` and `make test` set everything up from a fresh clone and then do their job.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Installed again only when what it is made from changes.
+STAMP := $(VENV)/.installed
+NATIVE := CMakeLists.txt setup.py $(wildcard marlhf_kernels/cpu/*.cpp) $(wildcard marlhf_kernels/cpu/*.h)
+# Two processes with one thread each are faster here than one with two, and nothing spins on a busy core.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: setup demo test test-all test-long lint clean
+
+setup: $(STAMP)
+
+# torch is named first: whatever needs it then finds the pinned build instead of choosing one.
+$(STAMP): constraints.txt pyproject.toml $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,gpu,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/marlhf demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(PYTEST) -m 'not slow and not long'
+
+# What `make test` leaves out.
+test-all: setup
+	$(PYTEST) -m 'slow and not long'
+
+test-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+
+clean:
+	rm -rf build dist *.egg-info $(STAMP)
