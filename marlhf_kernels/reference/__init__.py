@@ -1,0 +1,42 @@
+"""The definition of every op in plain PyTorch. It runs on any device and is what the other backends are held to."""
+
+from marlhf_kernels import backends
+from marlhf_kernels.reference import (
+    advantages,
+    logprobs,
+    macro,
+    policy_loss,
+    segmentation,
+    value_loss,
+    whiten,
+)
+
+backends.register(
+    backends.Backend(
+        name="reference",
+        where="plain PyTorch, on any device",
+        implementations={
+            function.__name__: function
+            for function in (
+                logprobs.token_logprobs,
+                logprobs.token_logprobs_backward,
+                logprobs.token_logprobs_backward_,
+                macro.macro_reduce,
+                macro.macro_reduce_backward,
+                macro.macro_broadcast,
+                macro.macro_lengths,
+                advantages.kl_penalized_rewards,
+                advantages.macro_gae,
+                advantages.rollout_advantages,
+                whiten.masked_moments,
+                whiten.masked_normalize,
+                policy_loss.macro_policy_loss,
+                value_loss.macro_value_loss,
+                value_loss.scale_gradient,
+                segmentation.fixed_ngram,
+            )
+        },
+        missing=lambda: None,
+        worth_a_warning=lambda: False,
+    )
+)

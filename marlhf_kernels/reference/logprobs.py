@@ -1,0 +1,236 @@
+"""Log-probability and entropy of labels under logits, row by row, and their gradient.
+
+Rows go through in blocks that stay in the cache, so nothing as large as the logits is made except their
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from marlhf_kernels.reference._layout import accumulation_dtype, scalar
+
+BLOCK_ELEMENTS = {"cpu": 1 << 17}
+"""Elements of a block by device; elsewhere launches cost more than cache misses."""
+DEFAULT_BLOCK_ELEMENTS = 1 << 26
+
+FLOOR = -1000.0
+"""exp of it is 0 in every dtype, and 0 times it is 0: it stands for -inf where -inf would make 0 * inf."""
+
+
+class RowBlock:
+    """The arithmetic of a block of logits rows: everything that stands between a logit and a log-probability."""
+
+    def __init__(
+        self, logits: Tensor, labels: Tensor, temperature: Tensor, softcap: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """logits `[n, V]`, labels `[n]`, temperature 0-d or `[n]`."""
+        self.labels = labels
+        self.valid = labels >= 0
+        self.target = labels.clamp(min=0).long().unsqueeze(1)  # [n, 1]
+        self.temperature = temperature.unsqueeze(1) if temperature.dim() else temperature
+        self.cap = softcap
+        self.tanh: Tensor | None = None
+        x = logits.to(dtype)
+        if softcap is not None:
+            self.tanh = torch.tanh(x / softcap)
+            x = self.tanh * softcap
+        self.plain = temperature.dim() == 0 and temperature.device.type == "cpu" and float(temperature) == 1
+        self.x = x if self.plain else x / self.temperature  # [n, V]
+
+    def masked(self, row: Tensor) -> Tensor:
+        """0 where the label is negative."""
+        return torch.where(self.valid, row, 0)
+
+    def forward(self, want_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Log-probability, entropy, the maximum and the log of the sum above it: `[n]` each."""
+        maximum = self.x.amax(1, keepdim=True)
+        target = self.x.gather(1, self.target) - maximum
+        z = torch.sub(self.x, maximum)
+        weight = torch.exp(z) if want_entropy else z.exp_()
+        total = weight.sum(1, keepdim=True)
+        log_sum = total.log()
+        entropy = None
+        if want_entropy:
+            mean = z.clamp_(min=FLOOR).mul_(weight).sum(1, keepdim=True) / total
+            entropy = self.masked((log_sum - mean).squeeze(1))
+        logprob = self.masked((target - log_sum).squeeze(1))
+        return logprob, entropy, self.masked(maximum.squeeze(1)), self.masked(log_sum.squeeze(1))
+
+    def gradient(
+        self,
+        grad_logprob: Tensor | None,
+        grad_entropy: Tensor | None,
+        maximum: Tensor,
+        log_sum: Tensor,
+        entropy: Tensor | None,
+        all_valid: bool,
+    ) -> Tensor:
+        """d / d logits `[n, V]`, from `[n]` gradients of the two results and what forward saved."""
+        log_p = torch.sub(self.x, maximum.unsqueeze(1)).sub_(log_sum.unsqueeze(1))
+        if grad_entropy is None:
+            assert grad_logprob is not None
+            grad = log_p.exp_().mul_(-grad_logprob.unsqueeze(1))
+        else:
+            assert entropy is not None
+            # -p (g + h (log p + H))
+            slope = log_p.clamp(min=FLOOR).add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
+            if grad_logprob is not None:
+                slope.add_(grad_logprob.unsqueeze(1))
+            grad = log_p.exp_().mul_(slope).neg_()
+        if grad_logprob is not None:
+            grad.scatter_add_(1, self.target, grad_logprob.unsqueeze(1))
+        if not self.plain:
+            grad = grad.div_(self.temperature)
+        if self.tanh is not None:
+            grad = grad.mul_(1 - self.tanh.square())
+        if not all_valid:
+            grad = grad.masked_fill_(~self.valid.unsqueeze(1), 0)
+        return grad
+
+
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor,
+    logit_softcap: Tensor | None,
+    return_entropy: bool,
+    inplace_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = accumulation_dtype(logits)
+    check_values(labels, temperature, logits.shape[-1])
+    shape = labels.shape
+    logprob, maximum, log_sum = (
+        torch.empty(shape.numel(), dtype=dtype, device=logits.device) for _ in range(3)
+    )
+    entropy = torch.empty(shape.numel() if return_entropy else 0, dtype=dtype, device=logits.device)
+    rows = _Rows(labels, temperature, logit_softcap, dtype)
+    for chunk, where in _blocks(logits):
+        block = rows.block(chunk, where)
+        logprob[where], h, maximum[where], log_sum[where] = block.forward(return_entropy)
+        if h is not None:
+            entropy[where] = h
+    return (
+        logprob.view(shape),
+        entropy.view(shape) if return_entropy else entropy,
+        maximum.view(shape),
+        log_sum.view(shape),
+    )
+
+
+def token_logprobs_backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor,
+    logit_softcap: Tensor | None,
+    maximum: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+) -> Tensor:
+    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    rows = gradient.view(-1, logits.shape[-1])
+    args = (grad_logprobs, grad_entropy, labels, temperature, logit_softcap, maximum, log_sum, entropy)
+    for _, where, block in _gradient_blocks(logits, *args):
+        rows[where] = block
+    return gradient
+
+
+def token_logprobs_backward_(
+    logits: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    labels: Tensor,
+    temperature: Tensor,
+    logit_softcap: Tensor | None,
+    maximum: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+) -> None:
+    """The gradient takes the place of the logits."""
+    args = (grad_logprobs, grad_entropy, labels, temperature, logit_softcap, maximum, log_sum, entropy)
+    for chunk, _, block in _gradient_blocks(logits, *args):
+        chunk.copy_(block)
+
+
+def _gradient_blocks(
+    logits: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    labels: Tensor,
+    temperature: Tensor,
+    logit_softcap: Tensor | None,
+    maximum: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+) -> Iterator[tuple[Tensor, slice, Tensor]]:
+    """Blocks of the logits, which rows they are, and their gradient."""
+    dtype = maximum.dtype
+    rows = _Rows(labels, temperature, logit_softcap, dtype)
+    all_valid = labels.device.type == "cpu" and bool((labels >= 0).all())
+    flat = [None if x is None else x.to(dtype).reshape(-1) for x in (grad_logprobs, grad_entropy)]
+    maximum, log_sum, entropy = maximum.view(-1), log_sum.view(-1), entropy.view(-1)
+    for chunk, where in _blocks(logits):
+        g, h = (None if x is None else x[where] for x in flat)
+        saved_entropy = entropy[where] if h is not None else None
+        block = rows.block(chunk, where)
+        yield chunk, where, block.gradient(g, h, maximum[where], log_sum[where], saved_entropy, all_valid)
+
+
+class _Rows:
+    """What belongs to a row beside its logits, cut as the logits are."""
+
+    def __init__(
+        self, labels: Tensor, temperature: Tensor, softcap: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self.dtype = dtype
+        self.labels = labels.reshape(-1)
+        self.per_row = temperature.dim() > 0
+        self.temperature = temperature.reshape(-1).to(dtype) if self.per_row else temperature
+        self.softcap = None if softcap is None else scalar(softcap, dtype, labels.device)
+
+    def block(self, logits: Tensor, where: slice) -> RowBlock:
+        temperature = self.temperature[where] if self.per_row else self.temperature
+        return RowBlock(logits, self.labels[where], temperature, self.softcap, self.dtype)
+
+
+def check_values(labels: Tensor, temperature: Tensor, vocabulary: int) -> None:
+    """What only the values tell, where reading them costs no sync."""
+    if labels.device.type == "cpu" and labels.numel():
+        largest = int(labels.max())
+        if largest >= vocabulary:
+            raise ValueError(f"labels has the token id {largest}, but the vocabulary has {vocabulary} tokens")
+    if temperature.device.type == "cpu":
+        used = temperature if temperature.dim() == 0 else temperature[labels >= 0]
+        if not bool((used > 0).all()):
+            raise ValueError(f"temperature must be greater than 0, got {float(used.min()):g}")
+
+
+def _blocks(logits: Tensor) -> Iterator[tuple[Tensor, slice]]:
+    """Views `[n, V]` of the rows in order, of any strides, and which rows they are."""
+    vocabulary = logits.shape[-1]
+    limit = BLOCK_ELEMENTS.get(logits.device.type, DEFAULT_BLOCK_ELEMENTS)
+    size = max(1, limit // max(vocabulary, 1))
+    first = 0
+    for slab in _slabs(logits):
+        for start in range(0, slab.shape[0], size):
+            chunk = slab[start : start + size]
+            yield chunk, slice(first, first + chunk.shape[0])
+            first += chunk.shape[0]
+
+
+def _slabs(logits: Tensor) -> Iterator[Tensor]:
+    """2-d views that together hold every row in order, without a copy."""
+    if logits.dim() == 1:
+        yield logits.unsqueeze(0)
+    elif logits.dim() == 2:
+        yield logits
+    elif logits.stride(0) == logits.stride(1) * logits.shape[1]:
+        yield from _slabs(logits.flatten(0, 1))
+    else:
+        for part in logits:
+            yield from _slabs(part)
