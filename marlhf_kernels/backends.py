@@ -102,7 +102,7 @@ def requested() -> str | None:
 
 @contextlib.contextmanager
 def resume(name: str | None) -> Iterator[None]:
-    """Ask for `name` again, as a backward pass does for its forward pass, unless something newer is asked for."""
+    """Ask for `name` again, as a backward pass does for its forward pass, unless another is asked for."""
     if name is None or requested() is not None:
         yield
         return

@@ -47,7 +47,8 @@ def floating(name: str, x: object) -> None:
 def mask(name: str, x: object) -> None:
     """`x` is a boolean mask, True on a real token."""
     tensor(name, x)
-    if isinstance(x, Tensor) and x.dtype is not torch.bool:
+    assert isinstance(x, Tensor)
+    if x.dtype is not torch.bool:
         raise TypeError(
             f"{name} must be bool (True on a real token), got {_name(x.dtype)}; pass e.g. `{name} > 0`"
         )
@@ -72,11 +73,9 @@ def like(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 def layout(name: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> int:
     """`x` is padded `[B, T]`, or packed `[N]` with `cu_seqlens`. Returns the number of sequences B."""
+    if max_seqlen is not None:
+        _integer("max_seqlen", max_seqlen)
     if cu_seqlens is None:
-        if max_seqlen is not None:
-            raise ValueError(
-                "max_seqlen is a hint for packed sequences; it has no meaning without cu_seqlens"
-            )
         if x.dim() != 2:
             hint = "; packed [N] tensors need cu_seqlens" if x.dim() == 1 else ""
             raise ValueError(f"{name} must be [B, T], got shape {list(x.shape)}{hint}")
@@ -87,10 +86,6 @@ def layout(name: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | No
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must be [B + 1], starting with 0, got shape {list(cu_seqlens.shape)}")
     same_device("cu_seqlens", cu_seqlens, name, x)
-    if max_seqlen is not None and isinstance(max_seqlen, Tensor):
-        raise TypeError(
-            "max_seqlen must be an int: as a tensor it would have to be read back from the device"
-        )
     return cu_seqlens.shape[0] - 1
 
 
@@ -123,24 +118,12 @@ def choice(name: str, value: str, known: Sequence[str]) -> None:
         raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
 
 
-def positive_int(name: str, value: int | None) -> None:
-    """`value` is None or an int >= 1."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
-
 def count(name: str, value: int | None) -> None:
     """`value` is None or an int >= 0."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
+    if value is not None:
+        _integer(name, value)
+        if value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
 
 
 def coefficient(
@@ -177,6 +160,10 @@ def coefficient(
         raise ValueError(f"{name} must be at least {at_least:g}, got {value}")
     if at_most is not None and not value <= at_most:
         raise ValueError(f"{name} must be at most {at_most:g}, got {value}")
+    if torch.compiler.is_compiling():
+        # Of a Python float a graph keeps products symbolic, but fixes what builds a tensor from it: like this it
+        # compiles once more when it first changes, and never again.
+        return torch.ones((), dtype=torch.float64, device="cpu") * value
     return torch.full((), value, dtype=torch.float64, device="cpu")
 
 
@@ -190,6 +177,12 @@ def optional_coefficient(
 ) -> Tensor | None:
     """`coefficient`, or None where the option is off."""
     return None if value is None else coefficient(name, value, data, above=above, at_least=at_least)
+
+
+def _integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        hint = "; a tensor would have to be read back from its device" if isinstance(value, Tensor) else ""
+        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}{hint}")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -38,5 +38,5 @@ def missing() -> str | None:
 
 
 def build_failed() -> bool:
-    """Whether a build was tried and failed: a person who installed with a compiler in mind should hear of it."""
+    """Whether a build was tried and failed: whoever installed the package should hear of it."""
     return FAILURE.exists()

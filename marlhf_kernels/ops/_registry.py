@@ -140,7 +140,7 @@ def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
 
 
 class _FirstOrder(torch.autograd.Function):
-    """The identity on a gradient, tied to what it was computed from, so that differentiating it again is an error."""
+    """The identity on a gradient, tied to what it came from, so that differentiating it again is an error."""
 
     @staticmethod
     def forward(ctx: Any, name: str, gradient: Tensor, *sources: Tensor | None) -> Tensor:

@@ -148,8 +148,12 @@ def _save(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Seque
 
 
 def _backward(
-    ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, grad_entropy: Tensor | None, *_: Any
-) -> Any:
+    ctx: Any,
+    saved: Sequence[Tensor],
+    grad: Tensor | None,
+    grad_entropy: Tensor | None,
+    *unused: Tensor | None,
+) -> Sequence[Tensor | None]:
     logits, labels, temperature, softcap, maximum, log_sum, entropy = saved
     if not ctx.return_entropy:
         grad_entropy = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from marlhf_kernels import checks
@@ -92,7 +91,7 @@ def macro_policy_loss(
     normalize_by = normalization(normalize_by, own="tokens" if ratio_level == "token" else "macros")
     low, high, dual = clips(clip_low, clip_high, dual_clip, logprobs)
     count = checks.optional_coefficient("normalizer", normalizer, logprobs, at_least=0)
-    loss, statistics, *_ = _macro_policy_loss(
+    loss, statistics, _, _ = _macro_policy_loss(
         logprobs,
         old_logprobs,
         advantages,
@@ -168,7 +167,7 @@ def save_gradient(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) 
 
 
 def backward_gradient(
-    ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, *_: Any
+    ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, *unused: Tensor | None
 ) -> Sequence[Tensor | None]:
     """The saved gradient times the upstream one over the count, in the dtype of the input."""
     _, gradient, count = saved
@@ -176,6 +175,3 @@ def backward_gradient(
 
 
 differentiable(_macro_policy_loss, inputs=(0,), save=save_gradient, backward=backward_gradient)
-
-# The value loss keeps its gradient in the same way.
-__all__ = ["PolicyLoss", "backward_gradient", "clips", "macro_policy_loss", "normalization", "save_gradient"]

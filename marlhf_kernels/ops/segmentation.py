@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def validate(macro_ids: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen:
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or sorted(bounds) != bounds or bounds[-1] > ids.shape[0]:
             raise ValueError(f"cu_seqlens must rise from 0 to at most {ids.shape[0]} tokens, got {bounds}")
-        rows = [ids[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+        rows = [ids[start:end] for start, end in pairwise(bounds)]
     for row, row_ids in enumerate(rows):
         _validate_row(row, row_ids)
 

@@ -48,7 +48,7 @@ def masked_whiten(
 
 
 def _merge_moments(moments: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Pool (count, mean, sum of squares about the mean) of all ranks, in rank order: every rank gets the same bits."""
+    """Pool (count, mean, sum of squares about the mean) of all ranks, in rank order: equal bits on each."""
     ranks = [torch.empty_like(moments) for _ in range(dist.get_world_size(group))]
     dist.all_gather(ranks, moments, group=group)
     counts, means, squares = torch.stack(ranks).unbind(1)

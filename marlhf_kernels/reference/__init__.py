@@ -1,4 +1,4 @@
-"""The definition of every op in plain PyTorch. It runs on any device and is what the other backends are held to."""
+"""The definition of every op in plain PyTorch, for any device; the other backends are held to it."""
 
 from marlhf_kernels import backends
 from marlhf_kernels.reference import (

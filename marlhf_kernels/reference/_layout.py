@@ -32,7 +32,7 @@ def scalar(coefficient: Tensor, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 class Sequences:
-    """Where each of N tokens stands. Padded `[B, T]` is read as N = B * T tokens in B sequences of length T."""
+    """Where each of N tokens stands. Padded `[B, T]` is N = B * T tokens in B sequences of length T."""
 
     def __init__(self, shape: torch.Size, device: torch.device, cu_seqlens: Tensor | None) -> None:
         self.shape = shape
@@ -160,7 +160,7 @@ class Macros(Sequences):
         return picked
 
     def to_tokens(self, slots: Tensor) -> Tensor:
-        """[N + 1] -> [N]: what stands in each token's slot; the spill slot's entry where the token is no action."""
+        """[N + 1] -> [N]: what stands in each token's slot; the last entry where the token is no action."""
         return slots[self.slot]
 
     def to_rows(self, slots: Tensor, num_macros: int) -> Tensor:
@@ -170,7 +170,7 @@ class Macros(Sequences):
         return torch.where(index < self.offsets[1:, None], slots[index.clamp(max=self.spill)], 0)
 
     def check_num_macros(self, num_macros: int) -> None:
-        """On a CPU, an id that does not fit is an error; elsewhere reading it would cost a sync, and it is dropped."""
+        """On a CPU an id that does not fit is an error; elsewhere reading it would wait: it is dropped."""
         if self.device.type == "cpu" and self.num_tokens:
             largest = int(self.ids.max())
             if largest >= num_macros:

@@ -121,7 +121,7 @@ def _gae(
     discount_per: str,
     bootstrap_values: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """[N], [N]: A_k = delta_k + g_k l_k A_{k+1}, delta_k = R_k + g_k V_{k+1} - V_k; the return is A_k + V_k."""
+    """[N], [N]: A_k = delta_k + g_k l_k A_{k+1}, delta_k = R_k + g_k V_{k+1} - V_k; G_k = A_k + V_k."""
     dtype = rewards.dtype
     reward = reduce_slots(macros, rewards, token_weights(macros, reward_weights, gamma, dtype))[:-1]
     value = reduce_slots(

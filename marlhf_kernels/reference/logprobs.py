@@ -22,7 +22,7 @@ FLOOR = -1000.0
 
 
 class RowBlock:
-    """The arithmetic of a block of logits rows: everything that stands between a logit and a log-probability."""
+    """The arithmetic of a block of logits rows: all that stands between a logit and a log-probability."""
 
     def __init__(
         self, logits: Tensor, labels: Tensor, temperature: Tensor, softcap: Tensor | None, dtype: torch.dtype

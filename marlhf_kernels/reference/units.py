@@ -27,7 +27,7 @@ class Units:
         return 1 / in_row.clamp(min=1).to(dtype)
 
     def effective_count(self, normalize_by: str, normalizer: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """0-d: what the sum over units is divided by; 1 where there is no action token, so that 0 / 0 never is."""
+        """0-d: what the sum over units is divided by; 1 where there is no action token, against 0 / 0."""
         num_tokens = self.macros.num_before[-1]
         if normalizer is not None:
             given = scalar(normalizer, dtype, num_tokens.device)
