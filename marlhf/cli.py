@@ -1,0 +1,102 @@
+"""The command line: one command per stage over one YAML, overridden by `section.key=value` words."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+# The packages of the `train` extra are imported inside functions, so that a missing one is told as a sentence.
+EXTRA = "the trainer needs the packages of its extra: pip install 'marlhf[train]'"
+
+
+def main() -> None:
+    """Entry point of the `marlhf` command."""
+    try:
+        import typer
+    except ImportError:
+        sys.exit(f"marlhf: {EXTRA}")
+    app = typer.Typer(
+        help="SFT, reward model, and PPO or macro-action PPO from one YAML file.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    config_option = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with a section per stage.")]
+    overrides_argument = Annotated[
+        list[str] | None, typer.Argument(help="Overrides such as ppo.iterations=20.", show_default=False)
+    ]
+
+    def stage_command(name: str, help_text: str, module: str, function: str) -> None:
+        @app.command(name, help=help_text)
+        def command(overrides: overrides_argument = None, config: config_option = None) -> None:  # type: ignore[valid-type]
+            def work() -> None:
+                import importlib
+
+                from marlhf.config import load_config
+
+                loaded = load_config(config, overrides or [])
+                print(getattr(importlib.import_module(module), function)(loaded))
+
+            _guarded(work)
+
+    stage_command("sft", "Fine-tune a causal language model on prompts and responses.", "marlhf.stages.sft", "run_sft")
+    stage_command("reward", "Train a reward model on preference pairs.", "marlhf.stages.reward", "run_reward")
+    stage_command("ppo", "PPO or macro-action PPO against a reward model.", "marlhf.stages.ppo", "run_ppo")
+    stage_command("generate", "Write responses for prompts.", "marlhf.stages.evaluate", "run_generate")
+    stage_command("evaluate", "Measure a policy on held-out prompts.", "marlhf.stages.evaluate", "run_evaluate")
+
+    @app.command("report", help="One offline HTML page about one or several run folders.")
+    def report(
+        folders: Annotated[list[Path], typer.Argument(help="Run folders.")],
+        output: Annotated[
+            Path | None, typer.Option("--output", "-o", help="Default: report.html in the first.")
+        ] = None,
+    ) -> None:
+        def work() -> None:
+            from marlhf.report import build_report
+
+            names = {folder.resolve().name if len(folders) > 1 else str(folder): folder for folder in folders}
+            if len(names) < len(folders):
+                names = {str(folder): folder for folder in folders}
+            title = "marlhf: " + ", ".join(names)
+            print(build_report(names, output or folders[0] / "report.html", title=title))
+
+        _guarded(work)
+
+    @app.command("demo", help="SFT, reward model, PPO and macro-action PPO on docstrings, in minutes on a CPU.")
+    def demo(
+        folder: Annotated[Path, typer.Option("--folder", help="Where the demo's runs go.")] = Path("runs/demo"),
+        seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+        scale: Annotated[str, typer.Option(help="`full`, or `tiny` to try the plumbing in seconds.")] = "full",
+    ) -> None:
+        def work() -> None:
+            from marlhf.demo import run_demo
+
+            run_demo(folder, seed=seed, scale=scale)
+
+        _guarded(work)
+
+    app()
+
+
+def _guarded(work: Callable[[], None]) -> None:
+    """Runs a command: a user's mistake is one message and exit code 2, Ctrl-C is exit code 130."""
+    try:
+        from marlhf.errors import UserError
+
+        work()
+    except UserError as error:
+        print(f"marlhf: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("marlhf: stopped; the run folder's status.json says where", file=sys.stderr)
+        sys.exit(130)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] in {"marlhf", "marlhf_kernels"}:
+            raise
+        print(f"marlhf: {error.name} is not installed; {EXTRA}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The coefficient of the KL penalty."""
+
+from marlhf.errors import ConfigError
+
+
+class KLController:
+    """A fixed coefficient, or the adaptive one of Ziegler et al. (arXiv 1909.08593).
+
+    After a batch of n responses whose mean KL (summed over each response's tokens) is kl, the adaptive
+    coefficient is multiplied by `1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`.
+    """
+
+    def __init__(self, coefficient: float, *, target: float | None = None, horizon: int = 10000) -> None:
+        if coefficient < 0:
+            raise ConfigError(f"`ppo.kl_coef` is {coefficient}; it must not be negative")
+        if target is not None and target <= 0:
+            raise ConfigError(f"`ppo.kl_target` is {target}; it must be above 0, or null for a fixed coefficient")
+        if target is not None and horizon <= 0:
+            raise ConfigError(f"`ppo.kl_horizon` is {horizon}; it must be above 0")
+        self.coefficient = coefficient
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, responses: int) -> None:
+        """Moves the coefficient after a batch; does nothing when it is fixed."""
+        if self.target is None:
+            return
+        error = min(0.2, max(-0.2, kl / self.target - 1.0))
+        self.coefficient *= 1.0 + error * responses / self.horizon

@@ -1,0 +1,181 @@
+"""A run's folder: what was asked for, how far it came, what was measured, and what came out.
+
+Files are written beside their final name and renamed, or appended one whole line at a time, so that a run
+that is killed at any moment leaves none of them broken.
+"""
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, cast
+
+from marlhf.config import to_yaml
+from marlhf.errors import ConfigError
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Replaces a file's content: readers see the old content or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes JSON atomically; NaN and infinities become null."""
+    write_text_atomically(path, json.dumps(_finite(value), ensure_ascii=False, indent=1) + "\n")
+
+
+def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
+    """Calls `fill` with a new folder beside `path` and renames it to `path` once it is complete."""
+    import shutil
+
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        fill(beside)
+        if path.exists():
+            replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
+            os.replace(path, replaced)
+            os.replace(beside, path)
+            shutil.rmtree(replaced)
+        else:
+            os.replace(beside, path)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def check_free(path: str | Path, *, key: str) -> Path:
+    """The folder's path, or a ConfigError if it already holds a run: a run never overwrites another."""
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"`{key}`: {folder} is a file; name a folder for the run")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(
+            f"`{key}`: {folder} is not empty, and a run does not overwrite another. "
+            f"Name another folder ({key}=...), or delete this one first"
+        )
+    return folder
+
+
+class RunFolder:
+    """One stage's folder, used as a context manager around the stage's loop.
+
+    Leaving the block records how the run ended in `status.json`: `finished`, `interrupted` (Ctrl-C or
+    SIGTERM) or `failed`, with the step that it had reached.
+    """
+
+    def __init__(self, path: str | Path, *, config: object, stage: str, total_steps: int, key: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = check_free(path, key=key)
+        self.stage = stage
+        self.total_steps = total_steps
+        self.step = 0
+        self._started = time.monotonic()
+        self._status_written = -math.inf
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(self.path / "config.yaml", to_yaml(config))
+        self._tensorboard = SummaryWriter(str(self.path / "tensorboard"))
+        self._files: dict[str, int] = {}
+        self._previous_handler: Any = None
+        self._write_status("running", "")
+
+    @property
+    def final(self) -> Path:
+        """Where the trained weights go."""
+        return self.path / "final"
+
+    def __enter__(self) -> "RunFolder":
+        try:
+            self._previous_handler = signal.signal(signal.SIGTERM, _interrupt)
+        except ValueError:  # not the main thread, where signals cannot be handled
+            self._previous_handler = None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        where = f"{self.stage}: step {self.step} of {self.total_steps}"
+        if error is None:
+            self._write_status("finished", "")
+        elif isinstance(error, KeyboardInterrupt):
+            self._write_status(
+                "interrupted",
+                f"stopped on request at {where}; metrics up to there are complete, final/ "
+                + ("was written" if self.final.exists() else "was not written"),
+            )
+        else:
+            self._write_status("failed", f"{where}: {type(error).__name__}: {error}")
+        self._tensorboard.close()
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one line of metrics and the same numbers to TensorBoard; `step` counts from 1."""
+        self.step = step
+        line = {"stage": self.stage, "step": step, "seconds": round(time.monotonic() - self._started, 3)}
+        self._append("metrics.jsonl", {**line, **metrics})
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name if "/" in name else f"{self.stage}/{name}", value, step)
+        if time.monotonic() - self._status_written > 1.0:
+            self._write_status("running", "")
+
+    def sample(self, record: Mapping[str, object]) -> None:
+        """Appends one sampled response."""
+        self._append("samples.jsonl", record)
+
+    def evaluation(self, record: Mapping[str, object]) -> None:
+        """Appends the per-response numbers of one evaluation."""
+        self._append("evaluations.jsonl", record)
+
+    def _append(self, name: str, record: Mapping[str, object]) -> None:
+        if name not in self._files:
+            self._files[name] = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # One write per line: an interrupt falls between lines.
+        line = json.dumps(_finite(record), ensure_ascii=False) + "\n"
+        os.write(self._files[name], line.encode("utf-8", errors="backslashreplace"))
+
+    def _write_status(self, state: str, message: str) -> None:
+        self._status_written = time.monotonic()
+        write_json(
+            self.path / "status.json",
+            {
+                "state": state,
+                "stage": self.stage,
+                "step": self.step,
+                "total_steps": self.total_steps,
+                "message": message,
+            },
+        )
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if hasattr(value, "item"):
+        return _finite(cast(Any, value).item())
+    return value

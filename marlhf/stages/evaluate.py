@@ -1,0 +1,228 @@
+"""Measuring a policy on held-out prompts, and showing what it wrote."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from marlhf.config import Config, RolloutConfig
+from marlhf.data import EncodedRow, encode_rows, load_rows, load_tokenizer
+from marlhf.engine import prepare
+from marlhf.models import load_policy, load_reward_model, response_logprobs
+from marlhf.models.loading import check_same_vocabulary
+from marlhf.progress import console
+from marlhf.rewards import scores_of_responses
+from marlhf.rollout import Responses, Rollout, check_rollout, generate, stop_ids
+from marlhf.run_folder import RunFolder, write_json, write_text_atomically
+from marlhf.termination import macro_ids
+
+# Evaluations sample with this seed, whatever the run's seed, so that policies are compared on equal noise.
+EVALUATION_SEED = 20_240_101
+
+
+@dataclass
+class Evaluation:
+    """One sampled response per held-out prompt, and its numbers."""
+
+    responses: Responses
+    scores: Tensor  # [B] centred, and standardised where asked for
+    kl: Tensor  # [B] sum over tokens of logp - reference logp
+    logprobs: Tensor  # [B, T]
+    ref_logprobs: Tensor  # [B, T]
+
+    def summary(self) -> dict[str, float]:
+        """Means over responses."""
+        return {
+            "score": self.scores.mean().item(),
+            "kl": self.kl.mean().item(),
+            "response_length": self.responses.lengths.float().mean().item(),
+            "stopped_share": 1.0 - self.responses.truncated.float().mean().item(),
+        }
+
+
+@torch.no_grad()
+def measure(
+    rows: list[EncodedRow],
+    *,
+    policy: Any,
+    reference: Any,
+    reward_model: Any,
+    rollout: RolloutConfig,
+    stops: list[int],
+    pad_id: int,
+    standardize: bool = False,
+) -> Evaluation:
+    """Samples one response per row and computes score and KL to the reference."""
+    responses = generate(
+        policy.eval(), [row.prompt_ids for row in rows], rollout, stops=stops, pad_id=pad_id, seed=EVALUATION_SEED
+    )
+    size = rollout.generation_batch_size or rollout.batch_size
+    columns: list[tuple[Tensor, ...]] = []
+    for start in range(0, len(rows), size):
+        parts = responses[start : start + size].parts()
+        logprobs, _ = response_logprobs(policy, *parts, temperature=rollout.temperature or 1.0)
+        ref_logprobs, _ = response_logprobs(reference, *parts, temperature=rollout.temperature or 1.0)
+        columns.append((logprobs, ref_logprobs, scores_of_responses(reward_model, *parts, standardize=standardize)))
+    logprobs, ref_logprobs, scores = (torch.cat(column) for column in zip(*columns, strict=True))
+    return Evaluation(responses, scores, (logprobs - ref_logprobs).sum(dim=1), logprobs, ref_logprobs)
+
+
+def evaluate_policy(
+    run: RunFolder,
+    rows: list[EncodedRow],
+    tokenizer: Any,
+    config: Config,
+    *,
+    step: int,
+    policy: Any,
+    reference: Any,
+    critic: Any,
+    reward_model: Any,
+) -> dict[str, float]:
+    """Evaluates during PPO: writes per-response numbers and samples, returns means named `eval/...`."""
+    ppo = config.ppo
+    found = measure(
+        rows,
+        policy=policy,
+        reference=reference,
+        reward_model=reward_model,
+        rollout=ppo.rollout,
+        stops=stop_ids(tokenizer, ppo.rollout),
+        pad_id=tokenizer.pad_token_id,
+        standardize=ppo.score_standardize,
+    )
+    ids = macro_ids(ppo.termination, found.responses.response_mask)
+    run.evaluation(
+        {
+            "step": step,
+            "scores": found.scores.tolist(),
+            "kl": found.kl.tolist(),
+            "lengths": found.responses.lengths.tolist(),
+            "macro_lengths": macro_length_counts(ids),
+        }
+    )
+    for i in range(min(ppo.samples_per_eval, len(rows))):
+        run.sample(sample_record(found, ids, tokenizer, rows[i], i, step=step))
+    return {f"eval/{name}": value for name, value in found.summary().items()}
+
+
+def macro_length_counts(ids: Tensor) -> dict[str, int]:
+    """How many macro actions there are of each length."""
+    counts: dict[str, int] = {}
+    for row in ids:
+        real = row[row >= 0]
+        if real.numel():
+            for length in torch.bincount(real.long()).tolist():
+                counts[str(length)] = counts.get(str(length), 0) + 1
+    return dict(sorted(counts.items(), key=lambda entry: int(entry[0])))
+
+
+def sample_record(
+    found: Evaluation, ids: Tensor, tokenizer: Any, row: EncodedRow, index: int, *, step: int
+) -> dict[str, object]:
+    """One line of `samples.jsonl`."""
+    mask = found.responses.response_mask[index]
+    tokens = found.responses.response_ids[index][mask].tolist()
+    reference = row.row.get("response")
+    return {
+        "step": step,
+        "prompt": row.row["prompt"] if isinstance(row.row["prompt"], str) else json.dumps(row.row["prompt"]),
+        "response": tokenizer.decode(tokens, skip_special_tokens=True),
+        "tokens": [tokenizer.decode([token]) for token in tokens],
+        "macro_ids": ids[index][mask].tolist(),
+        "score": found.scores[index].item(),
+        "kl": found.kl[index].item(),
+        "reference": reference if isinstance(reference, str) else None,
+    }
+
+
+def print_rollout(rollout: Rollout, tokenizer: Any, *, rows: int) -> None:
+    """Prints the first `rows` responses token by token with everything that was computed for them."""
+    for i in range(min(rows, rollout.response_ids.shape[0])):
+        table = Table(title=f"response {i}, score {rollout.scores[i].item():.3f}")
+        for name in ("token", "macro", "logp", "ref logp", "KL", "reward", "value", "advantage", "return"):
+            table.add_column(name, justify="left" if name == "token" else "right")
+        columns = (
+            rollout.logprobs,
+            rollout.ref_logprobs,
+            rollout.kl,
+            rollout.rewards,
+            rollout.values,
+            rollout.advantages,
+            rollout.returns,
+        )
+        for t in range(int(rollout.lengths[i])):
+            table.add_row(
+                ascii(tokenizer.decode([rollout.response_ids[i, t].item()]))[1:-1].replace("[", r"\["),
+                str(rollout.macro_ids[i, t].item()),
+                *(f"{column[i, t].item():.3f}" for column in columns),
+            )
+        console.print(table)
+
+
+def run_generate(config: Config) -> Path:
+    """Writes one response of `generate.model` per prompt of `generate.data` to a JSONL file."""
+    stage = config.generate
+    check_rollout(stage.rollout, key="generate.rollout", scored=False)
+    device = prepare(config)
+    tokenizer = load_tokenizer(stage.model.path, trust_remote_code=stage.model.trust_remote_code)
+    rows = [row for part in load_rows(stage.data, fields=("prompt",)) for row in part]
+    encoded, _ = encode_rows(rows, tokenizer, stage.data, responses=())
+    model = load_policy(stage.model, key="generate.model", device=device).eval()
+    lines = []
+    for start in range(0, len(encoded), stage.rollout.batch_size):
+        part = encoded[start : start + stage.rollout.batch_size]
+        responses = generate(
+            model,
+            [row.prompt_ids for row in part],
+            stage.rollout,
+            stops=stop_ids(tokenizer, stage.rollout),
+            pad_id=tokenizer.pad_token_id,
+            seed=config.seed + start,
+        )
+        for i, row in enumerate(part):
+            tokens = responses.response_ids[i][responses.response_mask[i]].tolist()
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            record = {**row.row, "response": text, "truncated": bool(responses.truncated[i])}
+            lines.append(json.dumps(record, ensure_ascii=False))
+    output = Path(stage.output)
+    write_text_atomically(output, "\n".join(lines) + "\n")
+    console.print(f"{len(lines)} responses written to {output}", highlight=False, markup=False)
+    return output
+
+
+def run_evaluate(config: Config) -> Path:
+    """Measures `evaluate.model` on held-out prompts and writes the means to a JSON file."""
+    stage = config.evaluate
+    check_rollout(stage.rollout, key="evaluate.rollout", scored=False)
+    device = prepare(config)
+    tokenizer = load_tokenizer(stage.model.path, trust_remote_code=stage.model.trust_remote_code)
+    train_rows, validation_rows = load_rows(stage.data, fields=("prompt",))
+    rows, _ = encode_rows(validation_rows or train_rows, tokenizer, stage.data, responses=())
+    policy = load_policy(stage.model, key="evaluate.model", device=device)
+    reference = load_policy(stage.reference, key="evaluate.reference", device=device)
+    reward_model = load_reward_model(stage.reward_model, key="evaluate.reward_model", device=device)
+    check_same_vocabulary(policy, reward_model, key="evaluate.reward_model")
+    found = measure(
+        rows,
+        policy=policy,
+        reference=reference,
+        reward_model=reward_model,
+        rollout=stage.rollout,
+        stops=stop_ids(tokenizer, stage.rollout),
+        pad_id=tokenizer.pad_token_id,
+    )
+    n = len(rows)
+    result = {
+        "rows": n,
+        **found.summary(),
+        "score_interval_95": 1.96 * found.scores.std(correction=1).item() / n**0.5 if n > 1 else None,
+    }
+    output = Path(stage.output)
+    write_json(output, result)
+    console.print(json.dumps(result, indent=1), highlight=False, markup=False)
+    return output

@@ -1,0 +1,262 @@
+"""PPO and macro-action PPO: one loop, which the termination rule turns into either.
+
+With `termination.rule: token` every token is an action (Schulman et al., arXiv 1707.06347); with `fixed` the
+values, advantages and returns are those of macro actions of n tokens (Chai et al., arXiv 2410.02743).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marlhf.config import Config, PPOConfig, one_of
+from marlhf.data import encode_rows, epochs, load_rows, load_tokenizer
+from marlhf.engine import Optimizer, check_optimizer, freeze, next_seed, prepare, rollout_generator
+from marlhf.errors import ConfigError, DataError
+from marlhf.models import check_head, load_critic, load_policy, load_reward_model, response_logprobs, response_values
+from marlhf.models.loading import check_same_vocabulary, save_model
+from marlhf.progress import Clock, console, loops
+from marlhf.rewards import KLController
+from marlhf.rollout import Rollout, check_rollout, complete, generate, stop_ids
+from marlhf.run_folder import RunFolder, check_free
+from marlhf.stages.evaluate import evaluate_policy, print_rollout
+from marlhf.termination import check_termination
+from marlhf_kernels import macro_policy_loss, macro_value_loss
+
+
+def run_ppo(config: Config) -> Path:
+    """Trains `ppo.model` against `ppo.reward_model` and returns the folder of the trained policy."""
+    ppo = config.ppo
+    check_ppo(ppo)
+    device = prepare(config)
+    tokenizer = load_tokenizer(ppo.model.path, trust_remote_code=ppo.model.trust_remote_code)
+    stops, pad_id = stop_ids(tokenizer, ppo.rollout), tokenizer.pad_token_id
+    train_rows, validation_rows = load_rows(ppo.data, fields=("prompt",))
+    train, counts = encode_rows(train_rows, tokenizer, ppo.data, responses=())
+    validation, _ = encode_rows(validation_rows[: ppo.eval_rows], tokenizer, ppo.data, responses=())
+    if len(train) < ppo.rollout.batch_size:
+        raise DataError(f"ppo: {len(train)} prompts are fewer than ppo.rollout.batch_size={ppo.rollout.batch_size}")
+    policy = load_policy(ppo.model, key="ppo.model", device=device)
+    check_head(policy, key="ppo.model")
+    reference = load_policy(ppo.model, key="ppo.model", device=device).eval()
+    reward_model = load_reward_model(ppo.reward_model, key="ppo.reward_model", device=device).eval()
+    check_same_vocabulary(policy, reward_model, key="ppo.reward_model")
+    critic = load_critic(reward_model, head=ppo.critic_head)
+    freeze(reference.parameters())
+    freeze(reward_model.parameters())
+    describe(ppo, prompts=len(train), held_out=len(validation), counts=counts)
+
+    kl = KLController(ppo.kl_coef, target=ppo.kl_target, horizon=ppo.kl_horizon)
+    seeds = rollout_generator(config.seed)
+    order = torch.Generator().manual_seed(config.seed)
+    steps = ppo.iterations * ppo.ppo_epochs * ppo.minibatches
+    policy_optimizer = Optimizer(policy, ppo.policy_optimizer, total_steps=steps)
+    critic_optimizer = Optimizer(critic, ppo.critic_optimizer, total_steps=steps)
+    batches = prompt_batches(len(train), ppo, seed=config.seed)
+    models = {"policy": policy, "reference": reference, "critic": critic, "reward_model": reward_model}
+
+    with (
+        RunFolder(ppo.run_folder, config=config, stage="ppo", total_steps=ppo.iterations, key="ppo.run_folder") as run,
+        loops() as shown,
+    ):
+        if validation:
+            run.log(0, evaluate_policy(run, validation, tokenizer, config, step=0, **models))
+        loop = shown.start(f"PPO, termination {ppo.termination.rule}", ppo.iterations, "iterations")
+        for iteration, indices in enumerate(batches, start=1):
+            clock = Clock(device)
+
+            # 1. Sample one response per prompt.
+            prompts = [train[i].prompt_ids for i in indices]
+            responses = generate(policy.eval(), prompts, ppo.rollout, stops=stops, pad_id=pad_id, seed=next_seed(seeds))
+            clock.lap("generate")
+
+            # 2. Score, recompute log-probabilities, cut into macro actions, compute advantages and returns.
+            rollout = complete(responses, config=ppo, kl_coef=kl.coefficient, **models)
+            clock.lap("score")
+
+            # 3. Update policy and critic: every minibatch is one optimiser step of each.
+            metrics = rollout_metrics(rollout, kl.coefficient)
+            metrics.update(
+                update(rollout, policy.train(), critic.train(), policy_optimizer, critic_optimizer, ppo, order)
+            )
+            clock.lap("update")
+
+            # 4. Move the KL coefficient, evaluate now and then, log.
+            kl.update(metrics["kl"], len(prompts))
+            if validation and (iteration % ppo.eval_every == 0 or iteration == ppo.iterations):
+                metrics.update(evaluate_policy(run, validation, tokenizer, config, step=iteration, **models))
+                clock.lap("evaluate")
+            metrics.update(clock.metrics(tokens=int(rollout.lengths.sum())))
+            run.log(iteration, metrics)
+            print_rollout(rollout, tokenizer, rows=ppo.rollout_table)
+            loop.advance(f"score {metrics['score']:.2f}, KL {metrics['kl']:.1f}")
+
+        # 5. The trained policy, as transformers alone can load it, and the critic beside it.
+        save_model(critic, tokenizer, run.path / "critic")
+        save_model(policy, tokenizer, run.final)
+    return run.final
+
+
+def update(
+    rollout: Rollout,
+    policy: Any,
+    critic: Any,
+    policy_optimizer: Optimizer,
+    critic_optimizer: Optimizer,
+    config: PPOConfig,
+    order: torch.Generator,
+) -> dict[str, float]:
+    """`ppo_epochs * minibatches` optimiser steps over one rollout; returns their mean metrics.
+
+    Losses are divided by the count of the whole minibatch, so its split into microbatches changes nothing.
+    """
+    totals: dict[str, Tensor] = {}
+    rates = {
+        "policy_learning_rate": policy_optimizer.learning_rate,
+        "critic_learning_rate": critic_optimizer.learning_rate,
+    }
+    rows = rollout.response_ids.shape[0]
+    steps = config.ppo_epochs * config.minibatches
+    for _ in range(config.ppo_epochs):
+        for minibatch in torch.randperm(rows, generator=order).tensor_split(config.minibatches):
+            units = rollout[minibatch.to(rollout.scores.device)]
+            policy_count = unit_count(units.macro_ids, config.normalize_by, level=config.ratio_level)
+            value_count = unit_count(units.macro_ids, None, level=config.value_level)
+            tokens = (units.macro_ids >= 0).sum().clamp(min=1)
+            policy_units = unit_count(units.macro_ids, None, level=config.ratio_level).clamp(min=1)
+            for part in minibatch.split(config.microbatch_size or rows):
+                batch = rollout[part.to(rollout.scores.device)]
+                logprobs, _ = response_logprobs(policy, *batch.parts(), temperature=config.rollout.temperature)
+                policy_loss = macro_policy_loss(
+                    logprobs,
+                    batch.logprobs,
+                    batch.advantages,
+                    batch.macro_ids,
+                    clip_low=config.clip_low,
+                    clip_high=config.clip_high,
+                    dual_clip=config.dual_clip,
+                    ratio_level=config.ratio_level,
+                    normalize_by=config.normalize_by,
+                    normalizer=policy_count,
+                )
+                policy_loss.loss.backward()
+                value_loss = macro_value_loss(
+                    response_values(critic, *batch.parts()),
+                    batch.values,
+                    batch.returns,
+                    batch.macro_ids,
+                    clip=config.value_clip,
+                    level=config.value_level,
+                    value_weights=config.value_weights,
+                    normalizer=value_count,
+                )
+                value_loss.loss.backward()
+
+                # Losses are parts of a sum already; means are weighted by what they are means over.
+                share = (batch.macro_ids >= 0).sum() / tokens
+                unit_share = unit_count(batch.macro_ids, None, level=config.ratio_level) / policy_units
+                for name, value in {
+                    "policy_loss": policy_loss.loss.detach(),
+                    "value_loss": value_loss.loss.detach(),
+                    "policy_clip_fraction": policy_loss.clip_fraction * unit_share,
+                    "value_clip_fraction": value_loss.clip_fraction * share,
+                    "approx_kl": policy_loss.approx_kl * share,
+                    "ratio_mean": policy_loss.ratio_mean * unit_share,
+                }.items():
+                    totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value / steps
+                totals["ratio_max"] = torch.maximum(
+                    totals.get("ratio_max", policy_loss.ratio_max), policy_loss.ratio_max
+                )
+            for name, norm in (
+                ("policy_grad_norm", policy_optimizer.step()),
+                ("critic_grad_norm", critic_optimizer.step()),
+            ):
+                totals[name] = totals.get(name, torch.zeros((), device=norm.device)) + norm / steps
+    return {**{name: value.item() for name, value in totals.items()}, **rates}
+
+
+def unit_count(ids: Tensor, normalize_by: str | None, *, level: str) -> Tensor:
+    """What a loss over these macro actions is divided by: tokens, macro actions, or non-empty sequences."""
+    unit = normalize_by or ("tokens" if level == "token" else "macros")
+    if unit == "tokens":
+        return (ids >= 0).sum()
+    if unit == "macros":
+        return (ids.amax(dim=1) + 1).sum()
+    return (ids >= 0).any(dim=1).sum()
+
+
+@torch.no_grad()
+def rollout_metrics(rollout: Rollout, kl_coef: float) -> dict[str, float]:
+    """What one rollout batch looks like; padding enters none of the numbers."""
+    real = rollout.response_mask
+    tokens = real.sum().clamp(min=1)
+    lengths = rollout.lengths.float()
+    macros = (rollout.macro_ids.amax(dim=1) + 1).sum().clamp(min=1)
+    return {
+        "score": rollout.scores.mean().item(),
+        "score_std": rollout.scores.std(correction=0).item(),
+        "kl": rollout.kl.sum(dim=1).mean().item(),
+        "kl_coef": kl_coef,
+        "response_length": lengths.mean().item(),
+        "stopped_share": 1.0 - rollout.truncated.float().mean().item(),
+        "entropy": (rollout.entropy.sum() / tokens).item(),
+        "value": (rollout.values.sum() / tokens).item(),
+        "return": (rollout.returns.sum() / tokens).item(),
+        "macro_length": (tokens / macros).item(),
+    }
+
+
+def prompt_batches(rows: int, config: PPOConfig, *, seed: int) -> Iterator[list[int]]:
+    """Full batches of prompt indices, a fresh permutation of the prompts each epoch."""
+    given = 0
+    for indices in epochs(rows, config.rollout.batch_size, seed=seed):
+        if given == config.iterations:
+            return
+        if len(indices) == config.rollout.batch_size:
+            given += 1
+            yield indices
+
+
+def check_ppo(config: PPOConfig) -> None:
+    """ConfigError for what cannot work, before any model is loaded."""
+    check_free(config.run_folder, key="ppo.run_folder")
+    check_rollout(config.rollout, key="ppo.rollout", scored=True)
+    check_termination(config.termination, key="ppo.termination")
+    check_optimizer(config.policy_optimizer, key="ppo.policy_optimizer")
+    check_optimizer(config.critic_optimizer, key="ppo.critic_optimizer")
+    for name in ("iterations", "ppo_epochs", "minibatches", "eval_every"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"`ppo.{name}` is {getattr(config, name)}; it must be at least 1")
+    if config.minibatches > config.rollout.batch_size:
+        raise ConfigError(
+            f"`ppo.minibatches` is {config.minibatches}, more than the {config.rollout.batch_size} prompts of a rollout batch"
+        )
+    if config.microbatch_size is not None and config.microbatch_size < 1:
+        raise ConfigError("`ppo.microbatch_size` must be at least 1, or null for the whole minibatch")
+    one_of(config.kl_estimator, ("k1", "k2", "k3"), key="ppo.kl_estimator")
+    one_of(config.ratio_level, ("token", "macro", "macro_mean"), key="ppo.ratio_level")
+    one_of(config.value_level, ("token", "macro"), key="ppo.value_level")
+    one_of(config.discount_per, ("macro", "token"), key="ppo.discount_per")
+    one_of(config.missing_stop_mode, ("subtract", "set"), key="ppo.missing_stop_mode")
+    one_of(config.critic_head, ("reward", "zero"), key="ppo.critic_head")
+    if config.normalize_by is not None:
+        one_of(config.normalize_by, ("tokens", "macros", "sequences"), key="ppo.normalize_by")
+    KLController(config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
+
+
+def describe(config: PPOConfig, *, prompts: int, held_out: int, counts: dict[str, int]) -> None:
+    """Prints what was read and the batch arithmetic."""
+    batch = config.rollout.batch_size
+    minibatch = -(-batch // config.minibatches)
+    micro = min(minibatch, config.microbatch_size or minibatch)
+    console.print(
+        f"ppo: {prompts:,} prompts, {held_out:,} held out; {config.iterations} iterations of {batch} responses, each "
+        f"{config.ppo_epochs * config.minibatches} optimiser steps of {minibatch} responses, in backward passes of {micro}",
+        highlight=False,
+        markup=False,
+    )
+    for what, count in counts.items():
+        if count:
+            console.print(f"  {what.replace('_', ' ')}: {count:,}", highlight=False, markup=False)

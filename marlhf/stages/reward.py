@@ -1,0 +1,129 @@
+"""The reward model: a scalar head trained so that chosen responses score above rejected ones."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from marlhf.config import Config, RewardConfig
+from marlhf.data import EncodedRow, drop_equal_pairs, encode_rows, epochs, load_rows, load_tokenizer, pair_batch
+from marlhf.engine import Optimizer, check_optimizer, prepare
+from marlhf.models import load_reward_model, save_model, sequence_scores
+from marlhf.progress import loops
+from marlhf.run_folder import RunFolder, check_free
+from marlhf.stages.batches import check_batches, describe_batches, microbatches, step_count
+
+
+def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Bradley-Terry loss `-log sigmoid(chosen - rejected)`, summed over pairs; finite at any difference."""
+    return -logsigmoid(chosen - rejected).sum()
+
+
+def run_reward(config: Config) -> Path:
+    """Trains a reward model on `reward.data` and returns its folder.
+
+    The mean and deviation of the scores of chosen responses are saved in the model's configuration as
+    `reward_mean` and `reward_std`; PPO subtracts the mean, so that a reference response scores 0.
+    """
+    reward = config.reward
+    check_batches(reward, key="reward")
+    check_optimizer(reward.optimizer, key="reward.optimizer")
+    check_free(reward.run_folder, key="reward.run_folder")
+    device = prepare(config)
+    tokenizer = load_tokenizer(reward.model.path, trust_remote_code=reward.model.trust_remote_code)
+    train_rows, validation_rows = load_rows(reward.data, fields=("prompt", "chosen", "rejected"))
+    train, counts = encode_rows(train_rows, tokenizer, reward.data, responses=("chosen", "rejected"))
+    validation, _ = encode_rows(
+        validation_rows[: reward.eval_rows], tokenizer, reward.data, responses=("chosen", "rejected")
+    )
+    train, counts["dropped_equal_pair"] = drop_equal_pairs(train)
+    validation, _ = drop_equal_pairs(validation)
+    model = load_reward_model(reward.model, key="reward.model", device=device, fresh_head=True, seed=config.seed)
+    total = step_count(len(train), reward)
+    describe_batches("reward", rows=len(train), held_out=len(validation), counts=counts, stage=reward, total=total)
+
+    with (
+        RunFolder(reward.run_folder, config=config, stage="reward", total_steps=total, key="reward.run_folder") as run,
+        loops() as shown,
+    ):
+        optimizer = Optimizer(model, reward.optimizer, total_steps=total)
+        loop = shown.start("Reward model", total)
+        order = epochs(
+            len(train), reward.batch_size, seed=config.seed, max_steps=reward.max_steps, epochs=reward.epochs
+        )
+        for step, indices in enumerate(order, start=1):
+            # 1. One optimiser step over the batch's pairs.
+            metrics = train_step(model, optimizer, [train[i] for i in indices], reward, tokenizer.pad_token_id)
+
+            # 2. Log, with accuracy on held-out pairs now and then.
+            if validation and (step % reward.eval_every == 0 or step == total):
+                metrics.update(evaluate(model, validation, reward, tokenizer.pad_token_id))
+            run.log(step, metrics)
+            loop.advance(f"loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.2f}")
+
+        # 3. Centre the scores on reference responses, and save both with the weights.
+        centre(model, validation or train, reward, tokenizer.pad_token_id)
+        save_model(model, tokenizer, run.final)
+    return run.final
+
+
+def train_step(
+    model: Any, optimizer: Optimizer, rows: list[EncodedRow], config: RewardConfig, pad_id: int
+) -> dict[str, float]:
+    """One optimiser step; the loss is the mean over the batch's pairs, whatever the microbatch size."""
+    total_loss, total_right = 0.0, 0.0
+    for part in microbatches(rows, config.microbatch_size):
+        chosen, rejected = pair_scores(model, part, config, pad_id)
+        loss = pair_loss(chosen, rejected)
+        (loss / len(rows)).backward()
+        total_loss += loss.item()
+        total_right += float((chosen > rejected).sum())
+    learning_rate = optimizer.learning_rate
+    grad_norm = optimizer.step()
+    return {
+        "loss": total_loss / len(rows),
+        "accuracy": total_right / len(rows),
+        "learning_rate": learning_rate,
+        "grad_norm": grad_norm.item(),
+    }
+
+
+def pair_scores(
+    model: Any, rows: "list[EncodedRow] | tuple[EncodedRow, ...] | Any", config: RewardConfig, pad_id: int
+) -> tuple[Tensor, Tensor]:
+    """Uncentred scores `[B]` of the chosen and of the rejected responses."""
+    device = next(model.parameters()).device
+    batch = pair_batch(list(rows), pad_id=pad_id, see_prompt=config.see_prompt)
+    scores = sequence_scores(model, batch.input_ids.to(device), batch.attention_mask.to(device), centred=False)
+    return scores[: len(rows)], scores[len(rows) :]
+
+
+@torch.no_grad()
+def evaluate(model: Any, rows: list[EncodedRow], config: RewardConfig, pad_id: int) -> dict[str, float]:
+    """Loss and accuracy on held-out pairs, accuracy also per kind of pair where rows name one."""
+    loss = 0.0
+    right: dict[str, list[float]] = {}
+    for part in microbatches(rows, config.microbatch_size or config.batch_size):
+        chosen, rejected = pair_scores(model, part, config, pad_id)
+        loss += pair_loss(chosen, rejected).item()
+        for row, correct in zip(part, (chosen > rejected).tolist(), strict=True):
+            right.setdefault("", []).append(float(correct))
+            if config.kind_field in row.row:
+                right.setdefault(f"/{row.row[config.kind_field]}", []).append(float(correct))
+    accuracies = {f"eval/accuracy{kind}": sum(values) / len(values) for kind, values in right.items()}
+    return {"eval/loss": loss / len(rows), **accuracies}
+
+
+@torch.no_grad()
+def centre(model: Any, rows: list[EncodedRow], config: RewardConfig, pad_id: int) -> None:
+    """Stores mean and deviation of the chosen responses' scores in the model's configuration."""
+    scores = torch.cat(
+        [
+            pair_scores(model, part, config, pad_id)[0]
+            for part in microbatches(rows, config.microbatch_size or config.batch_size)
+        ]
+    )
+    model.config.reward_mean = scores.mean().item()
+    model.config.reward_std = max(scores.std(correction=0).item(), 1e-6)
