@@ -70,9 +70,7 @@ def _functions(
             # Definitions under `if`, `try` and `with` belong to the module or class around them.
             for name in ("body", "handlers", "orelse", "finalbody"):
                 for inner in getattr(statement, name, ()):
-                    yield from _functions(
-                        inner.body if isinstance(inner, ast.ExceptHandler) else [inner], owners
-                    )
+                    yield from _functions(inner.body if isinstance(inner, ast.ExceptHandler) else [inner], owners)
 
 
 def _argument_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:

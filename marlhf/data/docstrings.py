@@ -37,9 +37,7 @@ PACKAGES = ("torch", "numpy", "transformers", "sympy")
 
 STANDARD_LIBRARY = "python"
 RESPONSE_CHARACTERS = (12, 100)
-_SKIPPED_FOLDERS = frozenset(
-    {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
-)
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"})
 _READER_VERSION = 1
 """Part of the cache key: raise it when a change to the reader changes the rows."""
 
@@ -145,9 +143,7 @@ def _python_files(folder: Path) -> list[tuple[Path, int]]:
     return sorted(found)
 
 
-def _content_key(
-    family: str, sources: Mapping[str, Source], files: Mapping[str, list[tuple[Path, int]]]
-) -> str:
+def _content_key(family: str, sources: Mapping[str, Source], files: Mapping[str, list[tuple[Path, int]]]) -> str:
     content = {
         "reader": [_READER_VERSION, family, RESPONSE_CHARACTERS, _SPLIT_SHARES],
         "python": platform.python_version(),
@@ -171,9 +167,7 @@ def _build(
 ) -> dict[str, Any]:
     paths = [path for found in files.values() for path, _ in found]
     modules = [
-        _module_name(name, path.relative_to(sources[name].folder))
-        for name, found in files.items()
-        for path, _ in found
+        _module_name(name, path.relative_to(sources[name].folder)) for name, found in files.items() for path, _ in found
     ]
     parsed = _parse(paths, progress, workers)
     counts = {"files": len(paths), "unparsed_files": 0, "functions": 0, "duplicates": 0, "pairs": 0}

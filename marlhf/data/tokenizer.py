@@ -31,9 +31,7 @@ def train_tokenizer(
     """
     alphabet = ByteLevel.alphabet()
     if vocab_size < len(alphabet) + 3:
-        raise ConfigError(
-            f"a byte-level vocabulary has at least {len(alphabet) + 3} tokens, not {vocab_size}"
-        )
+        raise ConfigError(f"a byte-level vocabulary has at least {len(alphabet) + 3} tokens, not {vocab_size}")
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
@@ -76,7 +74,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise UserError(f"{path} is a file; a tokenizer is loaded from the folder that holds its files")
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
-            f"{path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save one beside the model with "
+            f"{path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save one there with "
             "tokenizer.save_pretrained"
         )
     if not folder.is_dir() and (path[0] in "./~" or path.count("/") > 1):
@@ -85,9 +83,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = (
-            "" if folder.is_dir() else "there is no such folder, nor could a model of that name be loaded: "
-        )
+        where = "" if folder.is_dir() else "there is no such folder, nor could a model of that name be loaded: "
         raise UserError(f"cannot load the tokenizer of {path}: {where}{reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(
