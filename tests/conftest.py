@@ -1,0 +1,89 @@
+"""What every test may ask for: a backend of the kernels, and memory that is not by chance zero."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+import marlhf_kernels
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel backend under test: where its tensors live, and the grids of sizes that it can take."""
+
+    name: str
+    device: str
+    grids: tuple[str, ...]
+
+
+def known_backend(name: str) -> Backend:
+    """The backend called `name`, as this machine can run it."""
+    if name == "gpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return Backend("gpu", "cpu", ("interpreter",))
+        return Backend("gpu", "cuda", ("interpreter", "edge", "production"))
+    return Backend(name, "cpu", ("interpreter", "edge", "production"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backend",
+        action="append",
+        help="kernel backend to test (reference, cpu, gpu); may be given several times; default: reference",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        names = metafunc.config.getoption("--backend") or ["reference"]
+        metafunc.parametrize("backend", names, indirect=True)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The test's ops run on this backend."""
+    chosen = known_backend(request.param)
+    with marlhf_kernels.use_backend(chosen.name):
+        yield chosen
+
+
+def _poison(x: torch.Tensor) -> torch.Tensor:
+    if isinstance(x, FakeTensor) or x.device.type == "meta" or torch.compiler.is_compiling():
+        return x
+    with torch.no_grad():
+        if x.is_floating_point():
+            x.detach().fill_(float("nan"))
+        elif x.dtype == torch.bool:
+            x.detach().fill_(True)
+        elif not x.is_complex():
+            x.detach().fill_(min(torch.iinfo(x.dtype).max, 0x5A5A5A5A))
+    return x
+
+
+_EMPTY, _EMPTY_LIKE, _NEW_EMPTY = torch.empty, torch.empty_like, torch.Tensor.new_empty
+
+
+def _poisoned_empty(*args, **kwargs):
+    return _poison(_EMPTY(*args, **kwargs))
+
+
+def _poisoned_empty_like(*args, **kwargs):
+    return _poison(_EMPTY_LIKE(*args, **kwargs))
+
+
+def _poisoned_new_empty(self, *args, **kwargs):
+    return _poison(_NEW_EMPTY(self, *args, **kwargs))
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised memory holds NaN (or a large integer): code that trusts it to be 0 goes red."""
+    monkeypatch.setattr(torch, "empty", _poisoned_empty)
+    monkeypatch.setattr(torch, "empty_like", _poisoned_empty_like)
+    monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned_new_empty)
