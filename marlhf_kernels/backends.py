@@ -137,8 +137,7 @@ def select(op: str, args: Sequence[Any]) -> Callable[..., Any]:
         )
     if wide and name != "reference":
         raise BackendUnavailableError(
-            f"the {name!r} backend was asked for, but {op!r} got float64 tensors, which only 'reference' "
-            "computes."
+            f"the {name!r} backend was asked for, but {op!r} got float64 tensors, which only 'reference' computes."
         )
     if name == "cpu" and device != "cpu":
         raise BackendUnavailableError(
@@ -168,8 +167,7 @@ def _warn_once(name: str, reason: str) -> None:
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"marlhf_kernels: the {name!r} backend cannot run ({reason}); the PyTorch reference runs "
-            "instead.",
+            f"marlhf_kernels: the {name!r} backend cannot run ({reason}); the PyTorch reference runs instead.",
             RuntimeWarning,
             stacklevel=3,
         )

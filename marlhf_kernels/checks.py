@@ -23,11 +23,7 @@ def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] | None = None) ->
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     kind = type(x)
-    if (
-        kind is not Tensor
-        and kind is not torch.nn.Parameter
-        and any(c.__name__ == "DTensor" for c in kind.__mro__)
-    ):
+    if kind is not Tensor and kind is not torch.nn.Parameter and any(c.__name__ == "DTensor" for c in kind.__mro__):
         raise TypeError(
             f"{name} is a DTensor, and its local shard alone would give a wrong result: pass "
             f"{name}.full_tensor(), or "
@@ -49,9 +45,7 @@ def mask(name: str, x: object) -> None:
     tensor(name, x)
     assert isinstance(x, Tensor)
     if x.dtype is not torch.bool:
-        raise TypeError(
-            f"{name} must be bool (True on a real token), got {_name(x.dtype)}; pass e.g. `{name} > 0`"
-        )
+        raise TypeError(f"{name} must be bool (True on a real token), got {_name(x.dtype)}; pass e.g. `{name} > 0`")
 
 
 def same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

@@ -37,9 +37,7 @@ def macro_lengths(
     if num_macros is None:
         num_macros = largest.value + 1
     elif largest.value >= num_macros:
-        raise ValueError(
-            f"macro_ids has id {largest.value}, but there is room for {num_macros} macro actions only"
-        )
+        raise ValueError(f"macro_ids has id {largest.value}, but there is room for {num_macros} macro actions only")
     lengths = torch.zeros((rows, num_macros), dtype=torch.int32)
     getattr(library(), f"marlhf_macro_lengths_{suffix}")(
         *tokens, *where, ctypes.c_int64(num_macros), ctypes.c_void_p(lengths.data_ptr())

@@ -150,6 +150,5 @@ class _FirstOrder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
-            f"{NAMESPACE}::{ctx.name} has a first derivative only; its gradient cannot be differentiated "
-            "again"
+            f"{NAMESPACE}::{ctx.name} has a first derivative only; its gradient cannot be differentiated again"
         )

@@ -261,9 +261,7 @@ _kl_penalized_rewards = define(
     "kl_coef, "
     "str kl_estimator, Tensor? score_clip, Tensor? cu_seqlens, SymInt? max_seqlen) -> (Tensor rewards, "
     "Tensor kl)",
-    lambda scores, logprobs, ref_logprobs, macro_ids, *rest: _like_ids(
-        macro_ids, 2, scores, logprobs, ref_logprobs
-    ),
+    lambda scores, logprobs, ref_logprobs, macro_ids, *rest: _like_ids(macro_ids, 2, scores, logprobs, ref_logprobs),
     detached=True,
 )
 

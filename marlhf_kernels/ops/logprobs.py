@@ -90,9 +90,7 @@ def token_logprobs(
     softcap = checks.optional_coefficient("logit_softcap", logit_softcap, logits, above=0)
     if torch.compiler.is_compiling():
         inplace_backward = False  # a compiler plans the memory of its graph itself
-    logprobs, entropy, _, _ = _token_logprobs(
-        logits, labels, temperature, softcap, return_entropy, inplace_backward
-    )
+    logprobs, entropy, _, _ = _token_logprobs(logits, labels, temperature, softcap, return_entropy, inplace_backward)
     return (logprobs, entropy) if return_entropy else logprobs
 
 

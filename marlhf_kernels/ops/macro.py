@@ -68,9 +68,7 @@ def macro_reduce(
     checks.choice("weights", weights, REWARD_WEIGHTS)
     checks.count("num_macros", num_macros)
     if weights != "discounted_sum" and _is_not_one(discount):
-        raise ValueError(
-            f"discount belongs to weights='discounted_sum' and has no meaning for {weights!r}; leave it 1"
-        )
+        raise ValueError(f"discount belongs to weights='discounted_sum' and has no meaning for {weights!r}; leave it 1")
     factor = checks.coefficient("discount", discount, x, at_least=0)
     return _macro_reduce(x, macro_ids, weights, factor, num_macros, cu_seqlens, max_seqlen)
 
@@ -137,11 +135,7 @@ def macro_lengths(
 def _is_not_one(discount: Number) -> bool:
     if isinstance(discount, Tensor):
         # Reading a tensor back waits for a GPU and breaks a compiled graph: there it is taken on trust.
-        return (
-            discount.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and bool((discount != 1).any())
-        )
+        return discount.device.type == "cpu" and not torch.compiler.is_compiling() and bool((discount != 1).any())
     return discount != 1
 
 
@@ -178,16 +172,12 @@ _macro_reduce_backward = define(
 
 _macro_broadcast = define(
     "macro_broadcast(Tensor macro_x, Tensor macro_ids, Tensor? cu_seqlens, SymInt? max_seqlen) -> Tensor",
-    lambda macro_x, macro_ids, cu_seqlens, max_seqlen: macro_ids.new_empty(
-        macro_ids.shape, dtype=macro_x.dtype
-    ),
+    lambda macro_x, macro_ids, cu_seqlens, max_seqlen: macro_ids.new_empty(macro_ids.shape, dtype=macro_x.dtype),
 )
 
 _macro_lengths = define(
     "macro_lengths(Tensor macro_ids, SymInt? num_macros, Tensor? cu_seqlens, SymInt? max_seqlen) -> Tensor",
-    lambda macro_ids, num_macros, cu_seqlens, max_seqlen: _fake_rows(
-        macro_ids, cu_seqlens, num_macros, torch.int32
-    ),
+    lambda macro_ids, num_macros, cu_seqlens, max_seqlen: _fake_rows(macro_ids, cu_seqlens, num_macros, torch.int32),
 )
 
 
@@ -201,9 +191,7 @@ def _backward_reduce(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> 
     _, macro_ids, discount, cu_seqlens = saved
     if grad is None:
         return (None,)
-    return (
-        _macro_reduce_backward(grad, macro_ids, ctx.weights, discount, cu_seqlens, ctx.max_seqlen, ctx.dtype),
-    )
+    return (_macro_reduce_backward(grad, macro_ids, ctx.weights, discount, cu_seqlens, ctx.max_seqlen, ctx.dtype),)
 
 
 def _save_broadcast(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Sequence[Tensor | None]:

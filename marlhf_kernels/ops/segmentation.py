@@ -12,9 +12,7 @@ from marlhf_kernels import checks
 from marlhf_kernels.ops._registry import define
 
 
-def fixed_ngram(
-    mask: Tensor, n: float, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
-) -> Tensor:
+def fixed_ngram(mask: Tensor, n: float, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
     """Macro actions of n tokens each; the last one of a sequence may be shorter.
 
     Args:

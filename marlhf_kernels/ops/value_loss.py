@@ -95,9 +95,7 @@ def macro_value_loss(
     return ValueLoss(loss, clip_fraction)
 
 
-def _fake_macro_value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, *rest: object
-) -> tuple[Tensor, ...]:
+def _fake_macro_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *rest: object) -> tuple[Tensor, ...]:
     dtype = result_dtype(values, old_values, returns)
     return (
         values.new_empty((), dtype=dtype),

@@ -174,17 +174,13 @@ class Macros(Sequences):
         if self.device.type == "cpu" and self.num_tokens:
             largest = int(self.ids.max())
             if largest >= num_macros:
-                raise ValueError(
-                    f"macro_ids has id {largest}, but there is room for {num_macros} macro actions only"
-                )
+                raise ValueError(f"macro_ids has id {largest}, but there is room for {num_macros} macro actions only")
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     if int(cu_seqlens[0]) != 0:
         raise ValueError(f"cu_seqlens must start with 0, got {int(cu_seqlens[0])}")
     if bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
-        raise ValueError(
-            "cu_seqlens must not decrease: it holds where each sequence starts, and the total at the end"
-        )
+        raise ValueError("cu_seqlens must not decrease: it holds where each sequence starts, and the total at the end")
     if int(cu_seqlens[-1]) > num_tokens:
         raise ValueError(f"cu_seqlens ends at {int(cu_seqlens[-1])}, but there are only {num_tokens} tokens")

@@ -124,9 +124,7 @@ def _gae(
     """[N], [N]: A_k = delta_k + g_k l_k A_{k+1}, delta_k = R_k + g_k V_{k+1} - V_k; G_k = A_k + V_k."""
     dtype = rewards.dtype
     reward = reduce_slots(macros, rewards, token_weights(macros, reward_weights, gamma, dtype))[:-1]
-    value = reduce_slots(
-        macros, macros.clean(values, dtype), token_weights(macros, value_weights, gamma, dtype)
-    )[:-1]
+    value = reduce_slots(macros, macros.clean(values, dtype), token_weights(macros, value_weights, gamma, dtype))[:-1]
 
     # How many macro actions of the same sequence follow the one in each slot; negative in an empty slot.
     following = macros.macros_before[macros.end] - macros.macros_before[1:]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from marlhf_kernels.reference._layout import accumulation_dtype, scalar
 
-BLOCK_ELEMENTS = {"cpu": 1 << 17}
+BLOCK_ELEMENTS = {"cpu": 1 << 18}
 """Elements of a block by device; elsewhere launches cost more than cache misses."""
 DEFAULT_BLOCK_ELEMENTS = 1 << 26
 
@@ -60,36 +60,45 @@ class RowBlock:
         logprob = self.masked((target - log_sum).squeeze(1))
         return logprob, entropy, self.masked(maximum.squeeze(1)), self.masked(log_sum.squeeze(1))
 
-    def gradient(
+    def gradient_into(
         self,
+        out: Tensor,
         grad_logprob: Tensor | None,
         grad_entropy: Tensor | None,
         maximum: Tensor,
         log_sum: Tensor,
         entropy: Tensor | None,
         all_valid: bool,
-    ) -> Tensor:
-        """d / d logits `[n, V]`, from `[n]` gradients of the two results and what forward saved."""
-        log_p = torch.sub(self.x, maximum.unsqueeze(1)).sub_(log_sum.unsqueeze(1))
-        if grad_entropy is None:
-            assert grad_logprob is not None
-            grad = log_p.exp_().mul_(-grad_logprob.unsqueeze(1))
+    ) -> None:
+        """d / d logits `[n, V]`, from `[n]` gradients of the two results and what forward saved.
+
+        `out` may be the logits themselves: each is read before its place is written.
+        """
+        log_sum = log_sum.unsqueeze(1)
+        g, h = (
+            None if grad is None else (grad.unsqueeze(1) if self.plain else grad.unsqueeze(1) / self.temperature)
+            for grad in (grad_logprob, grad_entropy)
+        )
+        work = out if out.dtype is self.x.dtype else torch.empty_like(self.x)
+        z = torch.sub(self.x, maximum.unsqueeze(1), out=work)
+        if h is None:
+            assert g is not None
+            z.exp_().mul_(-g * torch.exp(-log_sum))
         else:
             assert entropy is not None
-            # -p (g + h (log p + H))
-            slope = log_p.clamp(min=FLOOR).add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
-            if grad_logprob is not None:
-                slope.add_(grad_logprob.unsqueeze(1))
-            grad = log_p.exp_().mul_(slope).neg_()
-        if grad_logprob is not None:
-            grad.scatter_add_(1, self.target, grad_logprob.unsqueeze(1))
-        if not self.plain:
-            grad = grad.div_(self.temperature)
+            # -p (g + h (log p + H)) with log p = z - log S
+            slope = (z.clamp(min=FLOOR) - (log_sum - entropy.unsqueeze(1))).mul_(h)
+            if g is not None:
+                slope.add_(g)
+            z.exp_().mul_(-torch.exp(-log_sum)).mul_(slope)
+        if g is not None:
+            z.scatter_add_(1, self.target, g)
         if self.tanh is not None:
-            grad = grad.mul_(1 - self.tanh.square())
+            z.mul_(1 - self.tanh.square())
         if not all_valid:
-            grad = grad.masked_fill_(~self.valid.unsqueeze(1), 0)
-        return grad
+            z.masked_fill_(~self.valid.unsqueeze(1), 0)
+        if work is not out:
+            out.copy_(work)
 
 
 def token_logprobs(
@@ -103,9 +112,7 @@ def token_logprobs(
     dtype = accumulation_dtype(logits)
     check_values(labels, temperature, logits.shape[-1])
     shape = labels.shape
-    logprob, maximum, log_sum = (
-        torch.empty(shape.numel(), dtype=dtype, device=logits.device) for _ in range(3)
-    )
+    logprob, maximum, log_sum = (torch.empty(shape.numel(), dtype=dtype, device=logits.device) for _ in range(3))
     entropy = torch.empty(shape.numel() if return_entropy else 0, dtype=dtype, device=logits.device)
     rows = _Rows(labels, temperature, logit_softcap, dtype)
     for chunk, where in _blocks(logits):
@@ -133,10 +140,8 @@ def token_logprobs_backward(
     entropy: Tensor,
 ) -> Tensor:
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    rows = gradient.view(-1, logits.shape[-1])
     args = (grad_logprobs, grad_entropy, labels, temperature, logit_softcap, maximum, log_sum, entropy)
-    for _, where, block in _gradient_blocks(logits, *args):
-        rows[where] = block
+    _gradient_into(gradient.view(-1, logits.shape[-1]), logits, *args)
     return gradient
 
 
@@ -153,11 +158,11 @@ def token_logprobs_backward_(
 ) -> None:
     """The gradient takes the place of the logits."""
     args = (grad_logprobs, grad_entropy, labels, temperature, logit_softcap, maximum, log_sum, entropy)
-    for chunk, _, block in _gradient_blocks(logits, *args):
-        chunk.copy_(block)
+    _gradient_into(None, logits, *args)
 
 
-def _gradient_blocks(
+def _gradient_into(
+    out: Tensor | None,
     logits: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
@@ -167,8 +172,8 @@ def _gradient_blocks(
     maximum: Tensor,
     log_sum: Tensor,
     entropy: Tensor,
-) -> Iterator[tuple[Tensor, slice, Tensor]]:
-    """Blocks of the logits, which rows they are, and their gradient."""
+) -> None:
+    """Into the rows of `out` `[N, V]`, or over the logits where it is None."""
     dtype = maximum.dtype
     rows = _Rows(labels, temperature, logit_softcap, dtype)
     all_valid = labels.device.type == "cpu" and bool((labels >= 0).all())
@@ -177,16 +182,15 @@ def _gradient_blocks(
     for chunk, where in _blocks(logits):
         g, h = (None if x is None else x[where] for x in flat)
         saved_entropy = entropy[where] if h is not None else None
-        block = rows.block(chunk, where)
-        yield chunk, where, block.gradient(g, h, maximum[where], log_sum[where], saved_entropy, all_valid)
+        rows.block(chunk, where).gradient_into(
+            chunk if out is None else out[where], g, h, maximum[where], log_sum[where], saved_entropy, all_valid
+        )
 
 
 class _Rows:
     """What belongs to a row beside its logits, cut as the logits are."""
 
-    def __init__(
-        self, labels: Tensor, temperature: Tensor, softcap: Tensor | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, labels: Tensor, temperature: Tensor, softcap: Tensor | None, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.labels = labels.reshape(-1)
         self.per_row = temperature.dim() > 0

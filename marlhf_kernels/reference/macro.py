@@ -64,9 +64,7 @@ def macro_reduce_backward(
     return macros.unflat((_broadcast(macros, grad) * weight).to(dtype))
 
 
-def macro_broadcast(
-    macro_x: Tensor, macro_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> Tensor:
+def macro_broadcast(macro_x: Tensor, macro_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
     macros = Macros(macro_ids, cu_seqlens)
     macros.check_num_macros(macro_x.shape[1])
     return macros.unflat(_broadcast(macros, macro_x))

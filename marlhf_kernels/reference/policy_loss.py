@@ -69,9 +69,7 @@ def macro_policy_loss(
 
     num_units = units.number.to(dtype)
     divisor = num_units.clamp(min=1)
-    kl = torch.where(macros.action, torch.expm1(d) - d, 0).sum() / macros.num_before[-1].clamp(min=1).to(
-        dtype
-    )
+    kl = torch.where(macros.action, torch.expm1(d) - d, 0).sum() / macros.num_before[-1].clamp(min=1).to(dtype)
     ratio = torch.where(units.chosen, ratio, 0)
     largest = ratio.max() if ratio.numel() else ratio.sum()
     one = torch.ones_like(divisor)
