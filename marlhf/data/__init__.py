@@ -12,7 +12,9 @@ from marlhf.data.collate import (
 )
 from marlhf.data.docstrings import Splits, read_docstrings
 from marlhf.data.encoding import EncodedRow, encode_prompt, encode_response, encode_rows
+from marlhf.data.pairs import drop_equal_pairs, make_pairs
 from marlhf.data.rows import load_rows
+from marlhf.data.text_metrics import distinct_n, repeated_ngram_share, rouge_l
 from marlhf.data.tokenizer import load_tokenizer, train_tokenizer
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "PairBatch",
     "SFTBatch",
     "Splits",
+    "distinct_n",
+    "drop_equal_pairs",
     "encode_prompt",
     "encode_response",
     "encode_rows",
@@ -27,10 +31,13 @@ __all__ = [
     "left_pad",
     "load_rows",
     "load_tokenizer",
+    "make_pairs",
     "pair_batch",
     "position_ids",
     "read_docstrings",
+    "repeated_ngram_share",
     "right_pad",
+    "rouge_l",
     "sft_batch",
     "train_tokenizer",
 ]

@@ -35,7 +35,7 @@ def load_rows(config: DataConfig, *, fields: Sequence[str]) -> tuple[list[Row], 
 
     Without validation rows of its own, a source gives up about `validation_fraction` of its rows: a row's
     side depends on nothing but a hash of its prompt and its response or chosen response, so it is the same
-    in every stage. Two rows or more leave at least one on each side.
+    in every stage. At a fraction above 0, two rows or more leave at least one on each side.
 
     Raises ConfigError for a contradiction in `config`, and DataError naming file and line for rows that
     cannot be used.
@@ -43,8 +43,10 @@ def load_rows(config: DataConfig, *, fields: Sequence[str]) -> tuple[list[Row], 
     one_of(config.source, SOURCES, key="data.source")
     for name in fields:
         one_of(name, FIELDS, key="fields")
-    if not 0 < config.validation_fraction < 1:
-        raise ConfigError(f"`data.validation_fraction` is {config.validation_fraction}; it must lie between 0 and 1")
+    if not 0 <= config.validation_fraction < 1:
+        raise ConfigError(
+            f"`data.validation_fraction` is {config.validation_fraction}; it must be at least 0 and below 1"
+        )
     if config.limit is not None and config.limit < 1:
         raise ConfigError(f"`data.limit` is {config.limit}; it must be at least 1, or null to read everything")
 
@@ -292,7 +294,7 @@ def _load_split(name: str, subset: str | None, split: str) -> Any:
 
 
 def _hold_out(rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
-    if len(rows) < 2:
+    if len(rows) < 2 or fraction == 0:
         return rows, []
     places = [_place(row) for row in rows]
     distinct = sorted(set(places))
