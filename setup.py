@@ -44,9 +44,7 @@ class CMakeBuild(build_ext):
         except FileNotFoundError:
             self._without_library(reason_file, "cmake was not found")
         except subprocess.CalledProcessError as failure:
-            lines = [line.strip() for line in (failure.stderr + failure.stdout).splitlines() if line.strip()]
-            reason = next((line for line in lines if "CMAKE_CXX_COMPILER" in line or "error:" in line), lines[-1])
-            self._without_library(reason_file, f"`{' '.join(failure.cmd[:2])} ...` failed: {reason}")
+            self._without_library(reason_file, f"`{' '.join(failure.cmd[:2])} ...` failed: {_reason(failure)}")
 
     def copy_extensions_to_source(self) -> None:
         """Editable installs: the library, or the reason why there is none, goes into the source tree."""
@@ -68,6 +66,17 @@ class CMakeBuild(build_ext):
             "Install a C++17 compiler and reinstall to get it.",
             file=sys.stderr,
         )
+
+
+def _reason(failure: subprocess.CalledProcessError) -> str:
+    """What went wrong in one line: CMake spreads a message over several, a compiler gives it in its first."""
+    lines = [line.strip() for line in (failure.stderr + failure.stdout).splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        if line.startswith("CMake Error"):
+            return " ".join(lines[number : number + 4])
+        if "error:" in line:
+            return line
+    return lines[-1] if lines else f"exit status {failure.returncode}"
 
 
 setup(ext_modules=[Extension(LIBRARY, sources=[], optional=True)], cmdclass={"build_ext": CMakeBuild})
