@@ -55,7 +55,10 @@ def reduce_call(**options: Any) -> Call:
 
 def _broadcast_gradient(b: Batch, g: Any) -> Any:
     width = b["macro_x"].shape[1]
-    masked = [[v if 0 <= k <= t else 0.0 for t, (v, k) in enumerate(zip(*pair, strict=True))] for pair in zip(g, b.ids, strict=True)]
+    masked = [
+        [v if 0 <= k <= t else 0.0 for t, (v, k) in enumerate(zip(*pair, strict=True))]
+        for pair in zip(g, b.ids, strict=True)
+    ]
     return oracle.macro_reduce(masked, b.ids, "sum", num_macros=width)
 
 
@@ -204,7 +207,11 @@ POLICY = [
     policy_call(),
     *(policy_call(ratio_level=r) for r in oracle.RATIO_LEVELS),
     *(policy_call(ratio_level=r, normalize_by=n) for r in oracle.RATIO_LEVELS for n in oracle.NORMALIZE_BY),
-    *(policy_call(ratio_level=r, normalize_by=n, normalizer=7.0) for r in oracle.RATIO_LEVELS for n in (None, "sequences")),
+    *(
+        policy_call(ratio_level=r, normalize_by=n, normalizer=7.0)
+        for r in oracle.RATIO_LEVELS
+        for n in (None, "sequences")
+    ),
     *(policy_call(ratio_level=r, clip_low=0.1, clip_high=0.3) for r in oracle.RATIO_LEVELS),
     *(policy_call(ratio_level=r, dual_clip=1.3) for r in oracle.RATIO_LEVELS),
 ]
@@ -215,7 +222,11 @@ VALUE = [
     *(value_call(level=level, normalize_by=n) for level in ("token", "macro") for n in oracle.NORMALIZE_BY),
     *(value_call(level="macro", value_weights=v) for v in oracle.VALUE_WEIGHTS),
     *(value_call(level="macro", value_weights=v, clip=None) for v in oracle.VALUE_WEIGHTS),
-    *(value_call(level=level, normalize_by=n, normalizer=7.0) for level in ("token", "macro") for n in (None, "sequences")),
+    *(
+        value_call(level=level, normalize_by=n, normalizer=7.0)
+        for level in ("token", "macro")
+        for n in (None, "sequences")
+    ),
 ]
 ALL = [*REDUCE, BROADCAST, *LENGTHS, *KL, *GAE, *ROLLOUT, *POLICY, *VALUE]
 # One call an op, with the options that reach the most code: for tests that repeat every op many times.
@@ -224,7 +235,14 @@ ONE_EACH = [
     BROADCAST,
     LENGTHS[0],
     kl_call(kl_coef=0.3, kl_estimator="k3", score_clip=1.5),
-    gae_call(bootstrap=True, reward_weights="discounted_sum", value_weights="position_reversed", discount_per="token", gamma=0.97, lam=0.9),
+    gae_call(
+        bootstrap=True,
+        reward_weights="discounted_sum",
+        value_weights="position_reversed",
+        discount_per="token",
+        gamma=0.97,
+        lam=0.9,
+    ),
     rollout_call(kl_coef=0.2, bootstrap=True, value_weights="position", gamma=0.97),
     policy_call(ratio_level="token", dual_clip=1.3),
     policy_call(ratio_level="macro", normalize_by="sequences"),

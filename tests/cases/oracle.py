@@ -102,9 +102,7 @@ def macro_reduce_gradient(
 
 def macro_broadcast(macro_x: Sequence[Row], ids: Sequence[Ids]) -> list[list[float]]:
     """Each action token gets its macro action's number, other places 0."""
-    return [
-        [m[k] if 0 <= k <= t else 0.0 for t, k in enumerate(row)] for m, row in zip(macro_x, ids, strict=True)
-    ]
+    return [[m[k] if 0 <= k <= t else 0.0 for t, k in enumerate(row)] for m, row in zip(macro_x, ids, strict=True)]
 
 
 def macro_lengths(ids: Sequence[Ids], num_macros: int | None = None) -> list[list[int]]:
@@ -205,9 +203,7 @@ def rollout_advantages(
     return advantages, returns, rewards, kl
 
 
-def masked_whiten(
-    x: Row, mask: Sequence[bool], shift_mean: bool = True, unbiased: bool = False
-) -> list[float]:
+def masked_whiten(x: Row, mask: Sequence[bool], shift_mean: bool = True, unbiased: bool = False) -> list[float]:
     """One flat list: (x - mean) / sqrt(var + 1e-8) where the mask holds, 0 elsewhere."""
     kept = [v for v, m in zip(x, mask, strict=True) if m]
     if not kept:
@@ -369,9 +365,11 @@ def macro_value_loss(
             term: Any = error * error
             if clip is not None:
                 held = min(max(v.value, v_old - clip), v_old + clip)
-                if (held - g) ** 2 > term.value:
+                held_error = held - g
+                # Written like the other square: a power may round differently and break a tie.
+                if held_error * held_error > term.value:
                     clipped_units += 1
-                    term = (held - g) ** 2
+                    term = held_error * held_error
             unit_sum = unit_sum + 0.5 * term
         row_sums.append(unit_sum)
         row_units.append(len(units))

@@ -36,9 +36,7 @@ def test_kl_estimators_by_hand(estimator, expected, tolerance):
         kl_coef=0.1, kl_estimator=estimator,
     )  # fmt: skip
     assert kl[0].tolist() == pytest.approx(expected, abs=tolerance or 1e-12)
-    assert rewards[0].tolist() == pytest.approx(
-        [-0.1 * kl[0, 0].item(), 3.0 - 0.1 * kl[0, 1].item()], abs=1e-12
-    )
+    assert rewards[0].tolist() == pytest.approx([-0.1 * kl[0, 0].item(), 3.0 - 0.1 * kl[0, 1].item()], abs=1e-12)
 
 
 def test_default_kl_estimator_is_k1():
@@ -60,9 +58,7 @@ def test_k3_is_never_negative():
 def test_score_on_the_last_action_token():
     """Response [a, b, EOS, PAD, PAD], score 1, no KL: rewards [0, 0, 1, 0, 0]; an empty response: all zeros."""
     lp = t64([-1.0, -2.0, -3.0, NAN, NAN], [NAN] * 5)
-    rewards, kl = mk.kl_penalized_rewards(
-        t64(1.0, NAN), lp, lp, ids_of([0, 1, 2, -1, -1], [-1] * 5), kl_coef=0.5
-    )
+    rewards, kl = mk.kl_penalized_rewards(t64(1.0, NAN), lp, lp, ids_of([0, 1, 2, -1, -1], [-1] * 5), kl_coef=0.5)
     assert rewards.tolist() == [[0.0, 0.0, 1.0, 0.0, 0.0], [0.0] * 5]
     assert kl.tolist() == [[0.0] * 5] * 2
 
@@ -85,9 +81,7 @@ def test_gae_by_hand():
 
 def test_gae_bootstrap_by_hand():
     """The same with V(end) = .6: A = [.99275, 1.045, 1.1]."""
-    out = mk.macro_gae(
-        t64([0.0, 0.0, 1.0]), t64([0.5, 0.5, 0.5]), ids_of([0, 1, 2]), bootstrap_values=t64(0.6)
-    )
+    out = mk.macro_gae(t64([0.0, 0.0, 1.0]), t64([0.5, 0.5, 0.5]), ids_of([0, 1, 2]), bootstrap_values=t64(0.6))
     assert_close(out.advantages, [[0.99275, 1.045, 1.1]])
 
 
@@ -100,9 +94,7 @@ def test_gap_neither_decays_nor_leaks():
 
 def test_macro_gae_by_hand():
     """Two macro actions of 2 tokens: R = [3, 7], V = [1, 3]; delta = [3 + .9*3 - 1, 7 - 3], A_0 = 4.7 + .9*.5*4."""
-    out = mk.macro_gae(
-        t64([1.0, 2.0, 3.0, 4.0]), t64([0.0, 2.0, 2.0, 4.0]), ids_of([0, 0, 1, 1]), gamma=0.9, lam=0.5
-    )
+    out = mk.macro_gae(t64([1.0, 2.0, 3.0, 4.0]), t64([0.0, 2.0, 2.0, 4.0]), ids_of([0, 0, 1, 1]), gamma=0.9, lam=0.5)
     assert_close(out.advantages, [[6.5, 6.5, 4.0, 4.0]])
     assert_close(out.returns, [[7.5, 7.5, 7.0, 7.0]])
 
@@ -164,9 +156,10 @@ def test_lambda_one_telescopes(layout, gamma, value_weights):
         places = oracle.groups(row)
         rewards = batch.lists("rewards")[b]
         for k, positions in enumerate(places):
-            want = math.fsum(
-                gamma ** (j - k) * rewards[t] for j in range(k, len(places)) for t in places[j]
-            ) + gamma ** (len(places) - k) * batch.lists("bootstrap_values")[b]
+            want = (
+                math.fsum(gamma ** (j - k) * rewards[t] for j in range(k, len(places)) for t in places[j])
+                + gamma ** (len(places) - k) * batch.lists("bootstrap_values")[b]
+            )
             assert_close([returns[b][t] for t in positions], [want] * len(positions), scale=10.0)
 
 
@@ -222,18 +215,16 @@ def test_oracle_production(call, backend):
 def test_rollout_advantages_is_the_two_ops_in_one(layout):
     """rollout_advantages equals kl_penalized_rewards followed by macro_gae."""
     batch = make_batch(shapes.random_rows(4, 19), layout)
-    kl_args = dict(kl_coef=0.3, kl_estimator="k3", score_clip=1.0)
-    gae_args = dict(
-        gamma=0.9, lam=0.8, reward_weights="last", value_weights="first", discount_per="token",
-        bootstrap_values=batch["bootstrap_values"],
-    )  # fmt: skip
+    kl_args = {"kl_coef": 0.3, "kl_estimator": "k3", "score_clip": 1.0}
+    gae_args = {
+        "gamma": 0.9, "lam": 0.8, "reward_weights": "last", "value_weights": "first", "discount_per": "token",
+        "bootstrap_values": batch["bootstrap_values"],
+    }  # fmt: skip
     names = ("scores", "logprobs", "ref_logprobs")
     tensors = [batch[n] for n in names]
     rewards, kl = mk.kl_penalized_rewards(*tensors, batch.macro_ids, **kl_args, **batch.keywords)
     gae = mk.macro_gae(rewards, batch["values"], batch.macro_ids, **gae_args, **batch.keywords)
-    out = mk.rollout_advantages(
-        *tensors, batch["values"], batch.macro_ids, **kl_args, **gae_args, **batch.keywords
-    )
+    out = mk.rollout_advantages(*tensors, batch["values"], batch.macro_ids, **kl_args, **gae_args, **batch.keywords)
     for a, b in ((out.rewards, rewards), (out.kl, kl), (out.advantages, gae.advantages), (out.returns, gae.returns)):
         assert_close(a, b)
 
@@ -252,7 +243,7 @@ def test_coefficients_may_be_tensors():
     """kl_coef, gamma and lam as 0-d tensors give what numbers give; so does score_clip."""
     batch = make_batch(shapes.random_rows(3, 11))
     args = [batch[n] for n in ("scores", "logprobs", "ref_logprobs", "values")]
-    numbers = dict(kl_coef=0.3, gamma=0.97, lam=0.9)
+    numbers = {"kl_coef": 0.3, "gamma": 0.97, "lam": 0.9}
     a = mk.rollout_advantages(*args, batch.macro_ids, **numbers)
     for dtype in (torch.float64, torch.float32):
         tensors = {k: torch.tensor(v, dtype=dtype) for k, v in numbers.items()}

@@ -4,10 +4,10 @@ How each of its fields comes out of these ops:
 
 - `token_rewards`: `rewards` of `rollout_advantages` with k1, the score clamped by `reward_clip`.
 - `macro_rewards`, `macro_values`: `macro_reduce` with weights "mean" (it sends rewards through the value weights).
-- `macro_advantages`, `macro_returns`: `rollout_advantages(reward_weights="mean", value_weights="mean")`, the number that
-  all tokens of a macro action share; gamma and lam apply once per macro action, and nothing is bootstrapped.
-- `policy_loss`, `policy_grad`: `macro_policy_loss` at ratio level "token", clip .2, of `new_logprobs` against `logprobs`
-  with those advantages, not whitened.
+- `macro_advantages`, `macro_returns`: `rollout_advantages(reward_weights="mean", value_weights="mean")`, the number
+  that all tokens of a macro action share; gamma and lam apply once per macro action, and nothing is bootstrapped.
+- `policy_loss`, `policy_grad`: `macro_policy_loss` at ratio level "token", clip .2, of `new_logprobs` against
+  `logprobs` with those advantages, not whitened.
 - `value_loss`, `value_grad`: `macro_value_loss` at level "token", clip .2, of `new_values` against `values`.
 """
 
@@ -64,7 +64,9 @@ def test_released_code(case, layout):
     equal(laid.rows(new_values.grad), [case["value_grad"]])
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c["termination"] == "fixed"], ids=lambda c: f"{c['id']} n {c['ngram']}")
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c["termination"] == "fixed"], ids=lambda c: f"{c['id']} n {c['ngram']}"
+)
 def test_released_segmentation(case):
     """Its fixed rule: n tokens each before the last token, which is a macro action of its own."""
     length = len(case["macro_ids"])

@@ -68,7 +68,9 @@ def test_oracle_by_hand_shapes(call, layout, dtype):
         check_call(call, make_batch(shapes.ABOVE_POSITION, layout, dtype), "id above position")
 
 
-@pytest.mark.parametrize("call", [c for c in [*calls.REDUCE, calls.BROADCAST, calls.LENGTHS[0]] if "num_macros" not in str(c)], ids=str)
+@pytest.mark.parametrize(
+    "call", [c for c in [*calls.REDUCE, calls.BROADCAST, calls.LENGTHS[0]] if "num_macros" not in str(c)], ids=str
+)
 @pytest.mark.parametrize("grid", ["interpreter", "edge"])
 def test_oracle_grids(call, grid, backend):
     """Values and gradients equal the loop oracle around the borders of tile sizes."""

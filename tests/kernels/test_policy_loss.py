@@ -53,14 +53,12 @@ def test_clip_by_hand(ratio, advantage, loss, slope, clipped, level):
 
 
 def test_two_sided_clip():
-    """clip_low and clip_high are separate bounds: 1.5 with A = 1 and high .3 -> -1.3; .5 with A = -1 and low .1 -> .9."""
+    """clip_low and clip_high are separate: 1.5 with A = 1 and high .3 -> -1.3; .5 with A = -1 and low .1 -> .9."""
     out, _ = loss_and_grad([1.5, 0.5], [1.0, -1.0], [0, 1], clip_low=0.1, clip_high=0.3)
     assert_close([out.loss], [(-1.3 + 0.9) / 2])
 
 
-@pytest.mark.parametrize(
-    ("level", "ratio"), [("macro", 1.1 * 1.2 * 0.9), ("macro_mean", (1.1 * 1.2 * 0.9) ** (1 / 3))]
-)
+@pytest.mark.parametrize(("level", "ratio"), [("macro", 1.1 * 1.2 * 0.9), ("macro_mean", (1.1 * 1.2 * 0.9) ** (1 / 3))])
 def test_macro_ratio_by_hand(level, ratio):
     """`macro` is the product of the token ratios, `macro_mean` their geometric mean; the hole is no token."""
     logprobs = torch.tensor([[1.1, NAN, 1.2, 0.9]], dtype=D).log().requires_grad_()
@@ -85,7 +83,7 @@ def test_the_token_level_is_the_default():
 
 
 def test_normalisers_by_hand():
-    """Rows of 4 tokens in 2 macro actions and of 1 in 1, rho 1, A = 1 and 3: tokens -7/5, macros and sequences by hand."""
+    """Rows of 4 tokens in 2 macro actions and of 1 in 1, rho 1, A = 1 and 3: every count by hand."""
     lp = torch.zeros(2, 4, dtype=D)
     ids = ids_of([0, 0, 0, 1], [0, -1, -1, -1])
     advantages = t64([1.0] * 4, [3.0] * 4)
@@ -149,7 +147,7 @@ def test_token_form_times_tokens_equals_macro_form_times_macros():
     [(5.0, -1.0, 3.0, 0.0), (2.0, -1.0, 2.0, 2.0), (3.0, -1.0, 3.0, 3.0), (5.0, 1.0, -1.2, 0.0)],
 )
 def test_dual_clip_by_hand(ratio, advantage, loss, slope):
-    """dual_clip 3 with A < 0: min(loss, 3 |A|), gradient 0 where the bound is smaller; a tie keeps the full gradient."""
+    """dual_clip 3 with A < 0: min(loss, 3 |A|), gradient 0 where the bound is smaller; a tie keeps it all."""
     lp = t64([math.log(ratio)])
     if ratio == 3.0:
         # log and exp need not return 3 exactly: make the tie exact with a bound of exp(log 3)
@@ -221,9 +219,7 @@ def test_statistics_by_hand():
     ratios = [1.5, 0.5, 1.2]
     k3 = sum(r - 1 - math.log(r) for r in ratios) / 3
     out, _ = loss_and_grad(ratios, [1.0, 1.0, 1.0], [0, 0, 1])
-    assert_close(
-        [out.clip_fraction, out.approx_kl, out.ratio_mean, out.ratio_max], [1 / 3, k3, sum(ratios) / 3, 1.5]
-    )
+    assert_close([out.clip_fraction, out.approx_kl, out.ratio_mean, out.ratio_max], [1 / 3, k3, sum(ratios) / 3, 1.5])
     out, _ = loss_and_grad(ratios, [1.0, 1.0, 1.0], [0, 0, 1], ratio_level="macro")
     assert_close([out.clip_fraction, out.approx_kl, out.ratio_mean, out.ratio_max], [0.0, k3, (0.75 + 1.2) / 2, 1.2])
 
@@ -315,7 +311,7 @@ def test_oracle_production(level, backend):
 def test_coefficients_may_be_tensors():
     """Clips, dual clip and normalizer as 0-d tensors give what numbers give."""
     batch = make_batch(shapes.BY_HAND["ragged"])
-    numbers = dict(clip_low=0.1, clip_high=0.3, dual_clip=1.5, normalizer=7.0)
+    numbers = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5, "normalizer": 7.0}
     tensors = {k: torch.tensor(v, dtype=D) for k, v in numbers.items()}
     a = run_with_gradient(calls.policy_call(**numbers), batch)
     b = run_with_gradient(calls.policy_call(**tensors), batch)

@@ -94,9 +94,10 @@ def test_masks_must_be_bool(builder):
 def test_mask_strides(ids, layout):
     """A strided mask gives what its contiguous copy gives."""
     laid = Layout(layout, ids)
-    mask = laid.lay([[float(0 <= k) for k in row] for row in ids], 0.0).bool()
+    mask = laid.lay([[float(k >= 0) for k in row] for row in ids], 0.0).bool()
     doubled = torch.stack((mask, ~mask), dim=-1).flatten(-2)[..., ::2]
     assert doubled.shape == mask.shape
-    assert segmentation.fixed_ngram(doubled, 2, **laid.keywords).tolist() == segmentation.fixed_ngram(
-        mask, 2, **laid.keywords
-    ).tolist()
+    assert (
+        segmentation.fixed_ngram(doubled, 2, **laid.keywords).tolist()
+        == segmentation.fixed_ngram(mask, 2, **laid.keywords).tolist()
+    )

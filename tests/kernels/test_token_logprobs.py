@@ -30,7 +30,9 @@ def test_temperature_by_hand():
 def test_uniform():
     """Equal logits: log-probability -ln V, entropy ln V."""
     for vocab in (1, 2, 33):
-        lp, entropy = mk.token_logprobs(torch.full((2, vocab), 3.0, dtype=D), torch.tensor([0, vocab - 1]), return_entropy=True)
+        lp, entropy = mk.token_logprobs(
+            torch.full((2, vocab), 3.0, dtype=D), torch.tensor([0, vocab - 1]), return_entropy=True
+        )
         assert_close(lp, [-math.log(vocab)] * 2, scale=1.0)
         assert_close(entropy, [math.log(vocab)] * 2, scale=1.0)
 
@@ -58,6 +60,23 @@ def test_banned_vocabulary():
     assert_close(x.grad, [[0.0] * 3] * 2, scale=1.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_cancellation_at_the_target(dtype):
+    """Target 12 above the rest: p - 1 at the target is not rounded in the logits' dtype; the row sums to 0."""
+    vocab = 33
+    x = torch.zeros(1, vocab, dtype=dtype)
+    x[0, 7] = 12.0
+    x.requires_grad_()
+    mk.token_logprobs(x, torch.tensor([7])).backward()
+    rest = math.exp(-12.0)
+    want = (vocab - 1) * rest / (1 + (vocab - 1) * rest)
+    # float32 holds 1 - 2e-4 to 3e-4 of the difference; a 16-bit 1 - 2e-4 would be 1.
+    assert x.grad[0, 7].item() == pytest.approx(want, rel={D: 1e-9, torch.float32: 1e-3}.get(dtype, 1e-2))
+    assert x.grad[0, 0].item() == pytest.approx(
+        -want / (vocab - 1), rel={D: 1e-9, torch.float32: 1e-3}.get(dtype, 1e-2)
+    )
+
+
 def test_softcap_by_hand():
     """cap tanh(x / cap) before the division by the temperature."""
     x, cap, temperature = [3.0, -2.0, 0.5], 2.0, 0.5
@@ -81,7 +100,9 @@ def test_oracle(case, dtype):
     assert (lp.dtype, entropy.dtype) == (out_dtype, out_dtype)
     low = dtype != D
     assert_close(lp, want_lp, dtype, eager=eager_lp if low else None, scale=None if low else 100.0, what="logprob")
-    assert_close(entropy, want_entropy, dtype, eager=eager_entropy if low else None, scale=None if low else 100.0, what="entropy")
+    assert_close(
+        entropy, want_entropy, dtype, eager=eager_entropy if low else None, scale=None if low else 100.0, what="entropy"
+    )
     alone = mk.token_logprobs(logits, labels, **case.options)
     assert_close(alone, lp, dtype, scale=100.0 if dtype == D else None)
     if not case.labels:
@@ -98,7 +119,9 @@ def test_oracle(case, dtype):
         finite = [n for n in range(len(labels)) if n not in dead and labels[n] >= 0]
         eager_out = (eager_lp * g).masked_fill(g == 0, 0.0).sum() + (eager_entropy * h).sum()
         eager_out.backward()
-        eager_grad = y.grad if y.grad.isfinite().all() else torch.where(y.grad.isfinite(), y.grad, torch.tensor(want).float())
+        eager_grad = (
+            y.grad if y.grad.isfinite().all() else torch.where(y.grad.isfinite(), y.grad, torch.tensor(want).float())
+        )
         assert finite or case.name == "every row ignored"
     assert_close(x.grad, want, dtype, eager=eager_grad, what="gradient")
 
@@ -153,7 +176,13 @@ def test_temperature_per_token(dtype):
     want = [
         oracle.token_logprob_gradient(row, n, a, b, temperature=s)
         for n, (row, s, a, b) in enumerate(
-            zip(x.double().tolist(), t.flatten().double().tolist(), g.flatten().tolist(), h.flatten().tolist(), strict=True)
+            zip(
+                x.double().tolist(),
+                t.flatten().double().tolist(),
+                g.flatten().tolist(),
+                h.flatten().tolist(),
+                strict=True,
+            )
         )
     ]
     assert_close(leaf.grad, want, dtype, scale=4.0)
@@ -181,7 +210,12 @@ def test_upstream_gradient_per_token():
 
 @pytest.mark.parametrize(
     "reduce",
-    [lambda o: o.sum(), lambda o: o[::2].sum(), lambda o: (o * 2.0).mean(), lambda o: o.reshape(2, 2).t().flatten()[1:].sum()],
+    [
+        lambda o: o.sum(),
+        lambda o: o[::2].sum(),
+        lambda o: (o * 2.0).mean(),
+        lambda o: o.reshape(2, 2).t().flatten()[1:].sum(),
+    ],
 )
 def test_strided_upstream_gradients(reduce):
     """Zero-stride (`sum`) and strided (`[::2]`) upstream gradients are read as they are."""
@@ -279,7 +313,9 @@ def test_one_of_two_outputs_used(use):
     leaf = x.clone().requires_grad_()
     outputs = mk.token_logprobs(leaf, torch.tensor(y), return_entropy=True)
     (outputs[0] if use[0] else outputs[1]).sum().backward()
-    want = [oracle.token_logprob_gradient(r, n, float(use[0]), float(use[1])) for r, n in zip(x.tolist(), y, strict=True)]
+    want = [
+        oracle.token_logprob_gradient(r, n, float(use[0]), float(use[1])) for r, n in zip(x.tolist(), y, strict=True)
+    ]
     assert_close(leaf.grad, want)
 
 

@@ -55,7 +55,7 @@ def test_one_token_macro_actions_are_token_ppo(rows, layout, level, seed):
         assert_close(ours.grad, torch.where(mask, theirs.grad, 0.0))
 
 
-@pytest.mark.parametrize("reward_weights", [w for w in oracle.REWARD_WEIGHTS])
+@pytest.mark.parametrize("reward_weights", list(oracle.REWARD_WEIGHTS))
 @pytest.mark.parametrize("value_weights", oracle.VALUE_WEIGHTS)
 @pytest.mark.parametrize("discount_per", ["macro", "token"])
 def test_every_weight_is_the_same_on_one_token(reward_weights, value_weights, discount_per):

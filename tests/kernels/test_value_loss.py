@@ -82,7 +82,7 @@ def test_macro_level_by_hand(weights, sigma):
 
 
 def test_old_values_are_aggregated_like_values():
-    """level="macro": V_k = 1.5 and its old aggregate 1 give a held value of 1.2; G 1 keeps the plain term, G 1.5 not."""
+    """level="macro": V_k = 1.5 and its old aggregate 1 give a held value of 1.2; G 1.5 takes it, G 1 not."""
     args = (t64([1.0, 2.0]), t64([0.0, 2.0]))
     ids = ids_of([0, 0])
     plain = mk.macro_value_loss(*args, t64([1.0, 1.0]), ids, level="macro")
@@ -199,7 +199,7 @@ def test_oracle_grids(call, dtype, backend):
 def test_coefficients_may_be_tensors():
     """clip and normalizer as 0-d tensors give what numbers give."""
     batch = make_batch(shapes.BY_HAND["ragged"])
-    numbers = dict(clip=0.1, normalizer=7.0)
+    numbers = {"clip": 0.1, "normalizer": 7.0}
     tensors = {k: torch.tensor(v, dtype=D) for k, v in numbers.items()}
     a = run_with_gradient(calls.value_call(**numbers), batch)
     b = run_with_gradient(calls.value_call(**tensors), batch)

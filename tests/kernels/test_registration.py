@@ -1,0 +1,203 @@
+"""Every op is a well-made torch.library op: opcheck, gradcheck, no double backward, fakes without a device."""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import marlhf_kernels as mk
+from marlhf_kernels import segmentation
+from tests.cases import calls, oracle, shapes
+from tests.cases.batches import make_batch
+from tests.cases.calls import MACRO, SCALAR, TOKEN
+from tests.cases.logits import noise
+from tests.cases.recorder import RecordOps
+
+pytestmark = pytest.mark.usefixtures("backend")
+D = torch.float64
+IDS = shapes.BY_HAND["holes inside macro actions"]
+
+
+def opcheck_all(run):
+    """opcheck every marlhf op that `run` calls; there must be one."""
+    with RecordOps() as recorder:
+        run()
+    assert recorder.calls
+    for op, args, kwargs in recorder.calls:
+        torch.library.opcheck(op, args, kwargs)
+
+
+@pytest.mark.parametrize("call", calls.ONE_EACH, ids=str)
+@pytest.mark.parametrize("layout", ["mixed", "packed"])
+@pytest.mark.parametrize("learning", [True, False])
+def test_opcheck_macro_ops(call, layout, learning):
+    """Schema, fake kernel, autograd registration and AOT dispatch of every macro op, with and without a gradient."""
+    batch = make_batch(IDS, layout, poison=0.5)
+    if learning:
+        if call.learns is None:
+            pytest.skip("no input of this op has a gradient")
+        batch = batch.with_fields(**{call.learns: batch[call.learns].clone().requires_grad_()})
+    opcheck_all(lambda: call.run(batch))
+
+
+@pytest.mark.parametrize("learning", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"return_entropy": True},
+        {"temperature": 0.7, "logit_softcap": 5.0, "return_entropy": True},
+        {"temperature": "tensor"},
+    ],
+    ids=str,
+)
+def test_opcheck_token_logprobs(options, learning):
+    """The same for token_logprobs."""
+    x = torch.tensor(noise(6, 11), dtype=D, requires_grad=learning)
+    y = torch.tensor([0, 10, 3, -1, 5, 2])
+    if options.get("temperature") == "tensor":
+        options = {"temperature": torch.linspace(0.5, 2.0, 6, dtype=D)}
+    opcheck_all(lambda: mk.token_logprobs(x, y, **options))
+
+
+@pytest.mark.parametrize("name", ["token", "whole", "fixed"])
+@pytest.mark.parametrize("layout", ["mixed", "packed"])
+def test_opcheck_segmentation(name, layout):
+    """The same for the builders."""
+    batch = make_batch(IDS, layout)
+    build = {
+        "token": segmentation.token,
+        "whole": segmentation.whole,
+        "fixed": lambda m, **kw: segmentation.fixed_ngram(m, 2, **kw),
+    }[name]
+    opcheck_all(lambda: build(batch.mask, **batch.keywords))
+
+
+def test_opcheck_whiten():
+    """The same for masked_whiten without a group."""
+    opcheck_all(lambda: mk.masked_whiten(torch.randn(3, 5), torch.rand(3, 5) < 0.5))
+
+
+@pytest.mark.parametrize("call", [c for c in calls.ALL if c.learns], ids=str)
+@pytest.mark.parametrize("layout", ["mixed", "packed"])
+def test_gradcheck_macro_ops(call, layout):
+    """Analytic against numeric gradients in float64 of every op with a gradient and every option set."""
+    batch = make_batch(IDS, layout, poison=0.5, seed=7)
+
+    def first_output(x):
+        return call.run(batch.with_fields(**{call.learns: x}))[0]
+
+    assert torch.autograd.gradcheck(first_output, (batch[call.learns].clone().requires_grad_(),))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"logit_softcap": 3.0}, {"temperature": 0.7, "logit_softcap": 3.0}], ids=str
+)
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_gradcheck_token_logprobs(options, return_entropy):
+    """The same for log-probability and entropy."""
+    x = torch.tensor(noise(4, 7), dtype=D, requires_grad=True)
+    y = torch.tensor([0, 6, -1, 3])
+    assert torch.autograd.gradcheck(lambda x: mk.token_logprobs(x, y, return_entropy=return_entropy, **options), (x,))
+
+
+def second_derivative(out, x):
+    """Differentiates the gradient of `out` once more."""
+    (gradient,) = torch.autograd.grad((out**2).sum(), x, create_graph=True)
+    gradient.sum().backward()
+
+
+@pytest.mark.parametrize("call", [c for c in calls.ONE_EACH if c.learns], ids=str)
+def test_double_backward_raises(call):
+    """A second derivative is an error, never a silent zero."""
+    batch = make_batch(IDS, poison=0.5)
+    leaf = batch[call.learns].clone().requires_grad_()
+    out = call.run(batch.with_fields(**{call.learns: leaf}))[0]
+    with pytest.raises(RuntimeError):
+        second_derivative(out, leaf)
+
+
+def test_double_backward_raises_for_logprobs():
+    """The same for token_logprobs."""
+    x = torch.tensor(noise(2, 5), dtype=D, requires_grad=True)
+    out = mk.token_logprobs(x, torch.tensor([0, 1]))
+    with pytest.raises(RuntimeError):
+        second_derivative(out, x)
+
+
+def as_fake(batch, mode, device):
+    """The batch as fake tensors that claim to live on `device`."""
+
+    def fake(x):
+        return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+    with mode:
+        moved = type(batch)(batch.layout, fake(batch.macro_ids), {n: fake(x) for n, x in batch.fields.items()})
+    return moved
+
+
+@pytest.mark.parametrize(
+    "call", [*calls.ONE_EACH, calls.reduce_call(num_macros=5), calls.lengths_call(num_macros=5)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fake_tensors_on_a_gpu_that_is_not_there(call, dtype):
+    """Shapes, dtypes and devices come from the fake kernel alone: nothing touches a device."""
+    if call.outputs == (MACRO,) and "num_macros" not in str(call):
+        pytest.skip("K depends on the data unless num_macros is given")
+    batch = as_fake(make_batch(IDS, "right", dtype), mode := FakeTensorMode(), "cuda")
+    with mode:
+        outputs = call.run(batch)
+    for kind, out in zip(call.outputs, outputs, strict=True):
+        assert out.device.type == "cuda"
+        want = {TOKEN: batch.macro_ids.shape, SCALAR: torch.Size(), MACRO: torch.Size((2, 5))}[kind]
+        assert out.shape == want
+        assert out.dtype == {"macro_broadcast": dtype, "macro_lengths": torch.int32}.get(call.op, torch.float32)
+
+
+@pytest.mark.parametrize("call", [c for c in calls.ONE_EACH if c.learns and c.op != "macro_reduce"], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fake_backward(call, device):
+    """The backward has a fake kernel too (PyTorch without CUDA records no graph on a fake GPU: hence these devices)."""
+    batch = as_fake(make_batch(IDS, "right", torch.bfloat16), mode := FakeTensorMode(), device)
+    with mode:
+        leaf = batch[call.learns].requires_grad_()
+        call.run(batch)[0].sum().backward()
+        assert leaf.grad.shape == leaf.shape
+        assert (leaf.grad.dtype, leaf.grad.device.type) == (torch.bfloat16, device)
+
+
+def test_fake_logprobs():
+    """The same for token_logprobs: forward on a fake GPU, backward on a fake CPU."""
+    for device in ("cuda", "cpu"):
+        with FakeTensorMode():
+            x = torch.empty(4, 3, 50257, dtype=torch.bfloat16, device=device, requires_grad=device == "cpu")
+            y = torch.empty(4, 3, dtype=torch.int64, device=device)
+            out, entropy = mk.token_logprobs(x, y, return_entropy=True, temperature=0.7)
+            for o in (out, entropy):
+                assert (o.shape, o.dtype, o.device.type) == ((4, 3), torch.float32, device)
+            if device == "cpu":
+                (out + entropy).sum().backward()
+                assert (x.grad.shape, x.grad.dtype) == (x.shape, torch.bfloat16)
+
+
+def test_fake_segmentation_and_whitening_on_a_gpu_that_is_not_there():
+    """The same for builders and whitening."""
+    with FakeTensorMode():
+        mask = torch.empty(4, 9, dtype=torch.bool, device="cuda")
+        for ids in (segmentation.token(mask), segmentation.whole(mask), segmentation.fixed_ngram(mask, math.inf)):
+            assert (ids.shape, ids.dtype, ids.device.type) == ((4, 9), torch.int32, "cuda")
+        white = mk.masked_whiten(torch.empty(4, 9, dtype=torch.bfloat16, device="cuda"), mask)
+        assert (white.shape, white.dtype, white.device.type) == ((4, 9), torch.float32, "cuda")
+
+
+@pytest.mark.parametrize("weights", oracle.REWARD_WEIGHTS)
+def test_meta_tensors(weights):
+    """Meta tensors give meta outputs of the right shape."""
+    out = mk.macro_reduce(
+        torch.empty(3, 5, device="meta"),
+        torch.empty(3, 5, dtype=torch.int32, device="meta"),
+        weights=weights,
+        num_macros=4,
+    )
+    assert (out.shape, out.device.type) == ((3, 4), "meta")
