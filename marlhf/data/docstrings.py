@@ -30,6 +30,7 @@ from typing import Any, cast
 
 from marlhf.config import one_of
 from marlhf.data import docstring_parser
+from marlhf.errors import DataError
 
 FAMILIES = ("names", "bodies")
 PACKAGES = ("torch", "numpy", "transformers", "sympy")
@@ -84,7 +85,8 @@ def read_docstrings(
     workers: processes that parse; 0 parses in this one.
     sources: folders by package name; None: the standard library and those of `PACKAGES` that are installed.
 
-    The cache lies in `cache_folder()`. Raises ConfigError for an unknown family.
+    The cache lies in `cache_folder()`. Raises ConfigError for an unknown family, and DataError if there are no
+    rows at all.
     """
     one_of(family, FAMILIES, key="family")
     missing: tuple[str, ...] = ()
@@ -139,7 +141,8 @@ def _python_files(folder: Path) -> list[tuple[Path, int]]:
         for name in names:
             if name.endswith(".py"):
                 path = Path(parent, name)
-                found.append((path, path.stat().st_size))
+                if path.is_file():
+                    found.append((path, path.stat().st_size))
     return sorted(found)
 
 
@@ -191,6 +194,9 @@ def _build(
                 "response": summary,
                 "function": f"{module}.{qualified_name}",
             }
+    if not rows:
+        folders = ", ".join(str(source.folder) for source in sources.values())
+        raise DataError(f"no docstrings of {RESPONSE_CHARACTERS[0]}-{RESPONSE_CHARACTERS[1]} characters in {folders}")
     splits: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in _SPLIT_SHARES}
     for row in sorted(rows.values(), key=lambda row: _hash(f"{row['prompt']}\0{row['response']}")):
         splits[split_of(row["response"])].append(row)

@@ -176,7 +176,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, template: b
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts in front of every text: the ids of the empty text before any EOS."""
+    """The ids that the tokenizer puts in front of every text; what it may put behind is of no use here."""
     probe = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     for start in range(len(whole) - len(probe) + 1):
