@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from marlhf.report.reading import Curve, Evaluation, Run
-from marlhf.report.text import chart_text, decimal, number
+from marlhf.report.text import chart_text, decimal, number, shortened
 
 # After Okabe and Ito's palette for colour-blind readers, moved so that each has a contrast of at least 3:1
 # on white and on the dark background.
@@ -210,8 +210,13 @@ def styles(runs: Sequence[Run]) -> dict[str, Style]:
     }
 
 
-def stage_charts(stage: str, runs: Sequence[Run], look: dict[str, Style]) -> tuple[list[Chart], list[Chart]]:
-    """A stage's charts, all runs overlaid: the known panels, and apart every other metric by its name."""
+def stage_charts(
+    stage: str, runs: Sequence[Run], look: dict[str, Style], *, prefix: str
+) -> tuple[list[Chart], list[Chart]]:
+    """A stage's charts, all runs overlaid: the known panels, and apart every other metric by its name.
+
+    `prefix` begins the identifiers; a stage's name comes from a file and may hold anything.
+    """
     panels = PANELS.get(stage, ())
     with_metrics = [run for run in runs if run.curves.get(stage)]
 
@@ -219,7 +224,7 @@ def stage_charts(stage: str, runs: Sequence[Run], look: dict[str, Style]) -> tup
         made = (_curves(identifier, panel, stage, with_metrics, look) for identifier, panel in pairs)
         return [chart for chart in made if chart]
 
-    shown = drawn((f"{stage}-{position}", panel) for position, panel in enumerate(panels))
+    shown = drawn((f"{prefix}-{position}", panel) for position, panel in enumerate(panels))
     if stage == "ppo" and (chart := _time_by_phase(with_metrics, look)):
         shown.append(chart)
     if stage == "reward" and (chart := _accuracy_by_kind(with_metrics, look)):
@@ -232,7 +237,7 @@ def stage_charts(stage: str, runs: Sequence[Run], look: dict[str, Style]) -> tup
         for key in run.curves[stage]
         if key not in known and not (panels and key.startswith(_BAR_METRICS))
     )
-    rest = drawn((f"{stage}-more-{position}", Panel(key, key, key, "")) for position, key in enumerate(others))
+    rest = drawn((f"{prefix}-more-{position}", Panel(key, key, key, "")) for position, key in enumerate(others))
     return shown, rest
 
 
@@ -316,7 +321,9 @@ def score_bins(runs: Sequence[Run]) -> tuple[float, float, int]:
     low, high = min(scores), max(scores)
     per_run = len(scores) / max(1, 2 * len(runs))
     wanted = min(40, max(8, round(2 * math.sqrt(per_run))))
-    width = _round_up(high / wanted - low / wanted) if high > low else max(abs(low), 1.0) / 10
+    if high == low:
+        return low - 0.5, 1.0, 1
+    width = _round_up(high / wanted - low / wanted)
     start = math.floor(low / width) * width
     # The highest score lies inside the last bin, never on the edge behind it.
     return start, width, math.floor(high / width - start / width) + 1
@@ -407,6 +414,11 @@ def _curves(identifier: str, panel: Panel, stage: str, runs: Sequence[Run], look
     if not traces:
         return None
     layout = _layout(axis, panel.axis, percent=panel.percent)
+    steps = [step for trace in traces for step in trace["x"]]
+    if max(steps) - min(steps) <= 8:
+        layout["xaxis"]["dtick"] = 1
+    if max(steps) == min(steps):
+        layout["xaxis"]["range"] = [min(steps) - 1, min(steps) + 1]
     values = {value for trace in traces for value in trace["y"] if value is not None}
     if len(values) == 1 and min(values) > 0:
         # Around a constant Plotly would show a range of two units, however small the constant is.
@@ -427,7 +439,7 @@ def _curves(identifier: str, panel: Panel, stage: str, runs: Sequence[Run], look
 def _line_traces(
     curve: Curve, label: str, style: Style, kind: str, panel: Panel, *, large: bool
 ) -> list[dict[str, Any]]:
-    size = 8 if large else 5
+    size = 8 if large or len(curve.values) == 1 else 5
     crowded = len(curve.values) > _MARKED_POINTS
     trace: dict[str, Any] = {
         "type": "scatter",
@@ -436,7 +448,7 @@ def _line_traces(
         "x": curve.steps,
         "y": curve.values,
         "connectgaps": False,
-        "opacity": 0.45 if kind == "faint" else 1,
+        "opacity": 0.55 if kind == "faint" else 1,
         # Every point stays in the path: Plotly would drop those that it thinks nobody sees.
         "line": {
             "color": style.colour,
@@ -494,15 +506,22 @@ def thinned(curve: Curve, most: int) -> Curve:
 
 def _time_by_phase(runs: Sequence[Run], look: dict[str, Style]) -> Chart | None:
     phases = dict.fromkeys(key for run in runs for key in run.curves["ppo"] if key.startswith("time/"))
+    values: list[tuple[Run, list[float | None]]] = []
+    for run in runs:
+        curves = [run.curves["ppo"].get(key) for key in phases]
+        # A phase that runs now and then, such as evaluation, is spread over all iterations.
+        iterations = len({step for curve in curves if curve for step in curve.steps})
+        totals = [sum(value or 0.0 for value in curve.values) if curve else None for curve in curves]
+        values.append((run, [total if total is None else total / iterations for total in totals]))
     return _bars(
         "ppo-time",
         "Time by phase",
         "seconds per iteration, mean",
         "Where an iteration's wall time goes.",
         [key.removeprefix("time/") for key in phases],
-        [(run, [_mean(run.curves["ppo"].get(key)) for key in phases]) for run in runs],
+        values,
         look,
-        lambda values: f"{number(sum(value for value in values if value is not None))} s in all",
+        lambda of_run: f"{number(sum(value for value in of_run if value is not None))} s in all",
     )
 
 
@@ -550,19 +569,24 @@ def _bars(
                 "orientation": "h",
                 "name": chart_text(run.name),
                 "x": of_run,
-                "y": [chart_text(category) for category in categories],
+                "y": list(range(len(categories))),
+                "customdata": [chart_text(category) for category in categories],
                 "text": [number(value, percent=percent) if value is not None else "" for value in of_run],
                 "textposition": "outside",
                 "cliponaxis": False,
                 "marker": _bar_marker(look[run.name], hatched=place % 2 == 1),
-                "hovertemplate": "%{fullData.name}<br>%{y}: %{text}<extra></extra>",
+                "hovertemplate": "%{fullData.name}<br>%{customdata}: %{text}<extra></extra>",
             }
         )
         legend.append(Key(run.name, look[run.name], "hatched" if place % 2 else "bar", summary(of_run)))
     layout = _layout(axis, "", percent=percent)
     layout.update(barmode="group", hovermode="closest", bargap=0.25)
     layout["xaxis"]["rangemode"] = "tozero"
-    layout["yaxis"].update(autorange="reversed", type="category", automargin=True, showgrid=False)
+    # Positions, not names: two names may begin alike.
+    ticks = [chart_text(shortened(category, 22)) for category in categories]
+    layout["yaxis"].update(
+        tickvals=list(range(len(ticks))), ticktext=ticks, range=[len(ticks) - 0.5, -0.5], showgrid=False
+    )
     highest = max(value for _, of_run in values for value in of_run if value is not None)
     # Room for the numbers behind the bars.
     layout["xaxis"]["range"] = [0, max(highest, 1e-9) * 1.2]
@@ -635,11 +659,6 @@ def _first_and_last(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 def _when(step: int, what: str) -> str:
     return what if what == "before training" and step == 0 else f"{what} (iteration {step})"
-
-
-def _mean(curve: Curve | None) -> float | None:
-    finite = [value for value in curve.values if value is not None] if curve else []
-    return sum(finite) / len(finite) if finite else None
 
 
 def _round_up(width: float) -> float:

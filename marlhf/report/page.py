@@ -71,8 +71,8 @@ def build_report(
     """
     read = read_runs(runs)
     look = charts.styles(read)
-    ppo = [run for run in read if run.stage == "ppo"]
-    stages = [_stage(name, read, look) for name in _stage_names(read)]
+    ppo = [run for run in read if run.stage == "ppo" or "ppo" in run.curves]
+    stages = [_stage(name, read, look, prefix=f"stage-{position}") for position, name in enumerate(_stage_names(read))]
     distributions = charts.score_distributions(ppo, look)
     lengths = charts.macro_lengths(ppo, look)
     prompts = samples.by_prompt(read)
@@ -96,7 +96,6 @@ def build_report(
         decimal=decimal,
         tables=tables,
         stages=stages,
-        has_ppo=bool(ppo),
         distributions=distributions,
         without_scores=[run.name for run in ppo if not any(e.scores for e in run.evaluations)],
         lengths=lengths,
@@ -152,9 +151,9 @@ def _stage_names(runs: Sequence[Run]) -> list[str]:
     return known + [name for name in present if name not in _STAGE_TITLES]
 
 
-def _stage(name: str, runs: Sequence[Run], look: dict[str, charts.Style]) -> _Stage:
+def _stage(name: str, runs: Sequence[Run], look: dict[str, charts.Style], *, prefix: str) -> _Stage:
     of_stage = [run for run in runs if run.stage == name or run.curves.get(name)]
-    shown, more = charts.stage_charts(name, of_stage, look)
+    shown, more = charts.stage_charts(name, of_stage, look, prefix=prefix)
     return _Stage(
         name=name,
         title=_STAGE_TITLES.get(name, name),

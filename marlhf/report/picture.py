@@ -15,7 +15,7 @@ from marlhf.errors import UserError
 from marlhf.report.charts import Style, styles
 from marlhf.report.files import write_whole
 from marlhf.report.reading import Curve, Run, read_runs
-from marlhf.report.text import printable
+from marlhf.report.text import printable, shortened
 
 _MARKERS = {
     "circle": "o",
@@ -49,9 +49,10 @@ def write_curve_picture(runs: Mapping[str, Path], output: Path) -> Path:
     _panel(kl_axes, shown, look, "kl", "KL to the reference", "nats per response")
 
     handles = [Line2D([], [], linewidth=2.2, **_look(look[run.name])) for run in shown]
-    handles.append(Line2D([], [], linewidth=1.5, color=_SOFT_INK, alpha=0.5))
-    names = [_short(printable(run.name)) for run in shown]
-    names.append("faint: training batches; markers: held-out prompts")
+    names = [shortened(printable(run.name), 40) for run in shown]
+    if any({"score", "eval/score"} <= set(run.curves["ppo"]) for run in shown):
+        handles.append(Line2D([], [], linewidth=1.5, color=_SOFT_INK, alpha=0.5))
+        names.append("faint: training batches; markers: held-out prompts")
     legend = figure.legend(
         handles, [""] * len(handles), loc="lower center", ncols=min(4, len(names)), frameon=False, fontsize=12
     )
@@ -69,10 +70,6 @@ def write_curve_picture(runs: Mapping[str, Path], output: Path) -> Path:
     return Path(output)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 40 else name[:39] + "\u2026"
-
-
 def _panel(axes: Axes, runs: list[Run], look: dict[str, Style], key: str, title: str, unit: str) -> None:
     for run in runs:
         curves, style = run.curves["ppo"], look[run.name]
@@ -85,6 +82,9 @@ def _panel(axes: Axes, runs: list[Run], look: dict[str, Style], key: str, title:
     axes.set_xlabel("iteration", fontsize=12, color=_SOFT_INK)
     axes.set_ylabel(unit, fontsize=12, color=_SOFT_INK)
     axes.tick_params(colors=_SOFT_INK, labelsize=11, length=0)
+    steps = {step for run in runs for curve in run.curves["ppo"].values() for step in curve.steps}
+    if len(steps) == 1:
+        axes.set_xlim(min(steps) - 1, min(steps) + 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(True, color=_GRID, linewidth=1)
     axes.set_axisbelow(True)

@@ -9,13 +9,11 @@ from typing import Any
 
 
 def _stand_ins() -> dict[int, str]:
-    table = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
-    table[0x7F] = "\u2421"
-    # C1 controls, line and paragraph separators, directional marks and overrides, the byte-order mark, and
-    # the two code points that no text may hold.
-    named = [*range(0x80, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
-    named += [0xFEFF, 0xFFFE, 0xFFFF]
-    table.update({code: f"[U+{code:04X}]" for code in named})
+    # C0 and C1 controls, line and paragraph separators, directional marks and overrides, the byte-order
+    # mark, and the two code points that no text may hold.
+    codes = [code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
+    codes += [0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF, 0xFFFE, 0xFFFF]
+    table = {code: f"[U+{code:04X}]" for code in codes}
     # A lone surrogate is half a character: UTF-8 cannot hold it.
     table.update(dict.fromkeys(range(0xD800, 0xE000), "\ufffd"))
     return table
@@ -27,8 +25,8 @@ _STAND_INS = _stand_ins()
 def printable(text: object) -> str:
     """The text with every invisible or unencodable character replaced by a visible stand-in.
 
-    Line breaks and tabs stay. Control characters become their Unicode pictures (NUL is U+2400), directional
-    marks and separators become `[U+202E]`, lone surrogates become U+FFFD.
+    Line breaks and tabs stay. Control characters, directional marks and separators become `[U+202E]` and the
+    like; lone surrogates become U+FFFD.
     """
     return str(text).translate(_STAND_INS)
 
@@ -46,6 +44,11 @@ def chart_text(text: object) -> str:
     """Text for a Plotly label, which reads a few HTML tags and entities, as plain text on one line."""
     escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return " ".join(escaped.split())
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and an ellipsis if it has more than `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
 def number(value: float | None, *, percent: bool = False) -> str:
