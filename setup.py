@@ -73,7 +73,8 @@ def _reason(failure: subprocess.CalledProcessError) -> str:
     lines = [line.strip() for line in (failure.stderr + failure.stdout).splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if line.startswith("CMake Error"):
-            return " ".join(lines[number : number + 4])
+            message = " ".join(lines[number : number + 4]).partition("Call Stack")[0]
+            return message.rpartition("(message):")[2].strip()
         if "error:" in line:
             return line
     return lines[-1] if lines else f"exit status {failure.returncode}"

@@ -16,6 +16,7 @@ from marlhf_kernels.ops.advantages import (
     macro_gae,
     rollout_advantages,
 )
+from marlhf_kernels.ops.linear import linear_macro_policy_loss, linear_token_logprobs
 from marlhf_kernels.ops.logprobs import token_logprobs
 from marlhf_kernels.ops.macro import macro_broadcast, macro_lengths, macro_reduce
 from marlhf_kernels.ops.policy_loss import PolicyLoss, macro_policy_loss
@@ -32,6 +33,8 @@ __all__ = [
     "ValueLoss",
     "backends",
     "kl_penalized_rewards",
+    "linear_macro_policy_loss",
+    "linear_token_logprobs",
     "macro_broadcast",
     "macro_gae",
     "macro_lengths",

@@ -5,6 +5,26 @@ at 0 in each sequence and rise by 0 or 1; -1 where the mask is False. None of th
 action.
 """
 
-from marlhf_kernels.ops.segmentation import fixed_ngram, token, validate, whole
+from marlhf_kernels.ops.segmentation import (
+    fixed_ngram,
+    from_ends,
+    from_lengths,
+    isolate_last,
+    perplexity,
+    randomized_ngram,
+    token,
+    validate,
+    whole,
+)
 
-__all__ = ["fixed_ngram", "token", "validate", "whole"]
+__all__ = [
+    "fixed_ngram",
+    "from_ends",
+    "from_lengths",
+    "isolate_last",
+    "perplexity",
+    "randomized_ngram",
+    "token",
+    "validate",
+    "whole",
+]

@@ -74,8 +74,7 @@ def differentiable(op: Any, *, inputs: Sequence[int], save: Save, backward: Back
         sources = ctx.saved_tensors[: len(inputs)]
         with below_autograd(), backends.resume(ctx.requested):
             results = backward(ctx, ctx.saved_tensors, *grads)
-        if torch.is_grad_enabled():
-            results = [r if r is None else _FirstOrder.apply(name, r, *sources, *grads) for r in results]
+        results = first_order(name, results, (*sources, *grads))
         every: list[Tensor | None] = [None] * ctx.num_args
         for position, result in zip(inputs, results, strict=True):
             every[position] = result
@@ -110,12 +109,21 @@ def differentiable(op: Any, *, inputs: Sequence[int], save: Save, backward: Back
     )
 
     def kernel(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(args[i].requires_grad for i in inputs):
+        if torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in inputs):
             return function.apply(*args)
         with below_autograd():
             return op(*args)
 
     LIBRARY.impl(name, kernel, "Autograd")
+
+
+def first_order(
+    name: str, gradients: Sequence[Tensor | None], sources: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """The gradients of op `name`; where a graph of them is made, differentiating it raises."""
+    if not torch.is_grad_enabled():
+        return gradients
+    return [g if g is None else _FirstOrder.apply(name, g, *sources) for g in gradients]
 
 
 def below_autograd() -> AbstractContextManager[None]:

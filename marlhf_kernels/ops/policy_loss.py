@@ -87,25 +87,49 @@ def macro_policy_loss(
     checks.per_token("logprobs", logprobs, macro_ids)
     checks.per_token("old_logprobs", old_logprobs, macro_ids)
     checks.per_token("advantages", advantages, macro_ids)
+    options = policy_options(logprobs, clip_low, clip_high, dual_clip, ratio_level, normalize_by, normalizer)
+    loss, statistics, _, _ = policy_loss(
+        logprobs, old_logprobs, advantages, macro_ids, *options, cu_seqlens, max_seqlen
+    )
+    return PolicyLoss(loss, *statistics.unbind(0))
+
+
+class PolicyOptions(NamedTuple):
+    """The options of the policy loss as the op takes them, checked."""
+
+    clip_low: Tensor
+    clip_high: Tensor
+    dual_clip: Tensor | None
+    ratio_level: str
+    normalize_by: str
+    normalizer: Tensor | None
+
+
+def policy_options(
+    data: Tensor,
+    clip_low: Number,
+    clip_high: Number,
+    dual_clip: Number | None,
+    ratio_level: str,
+    normalize_by: str | None,
+    normalizer: Number | None,
+) -> PolicyOptions:
+    """Check the options of the policy loss."""
     checks.choice("ratio_level", ratio_level, RATIO_LEVELS)
-    normalize_by = normalization(normalize_by, own="tokens" if ratio_level == "token" else "macros")
-    low, high, dual = clips(clip_low, clip_high, dual_clip, logprobs)
-    count = checks.optional_coefficient("normalizer", normalizer, logprobs, at_least=0)
-    loss, statistics, _, _ = _macro_policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        macro_ids,
+    low = checks.coefficient("clip_low", clip_low, data, at_least=0)
+    high = checks.coefficient("clip_high", clip_high, data, at_least=0)
+    dual = checks.optional_coefficient("dual_clip", dual_clip, data, above=1)
+    known = not isinstance(dual_clip, Tensor) and not isinstance(clip_high, Tensor)
+    if dual_clip is not None and known and not dual_clip > 1 + clip_high:
+        raise ValueError(f"dual_clip must be greater than 1 + clip_high = {1 + clip_high}, got {dual_clip}")
+    return PolicyOptions(
         low,
         high,
         dual,
         ratio_level,
-        normalize_by,
-        count,
-        cu_seqlens,
-        max_seqlen,
+        normalization(normalize_by, own="tokens" if ratio_level == "token" else "macros"),
+        checks.optional_coefficient("normalizer", normalizer, data, at_least=0),
     )
-    return PolicyLoss(loss, *statistics.unbind(0))
 
 
 def normalization(normalize_by: str | None, *, own: str) -> str:
@@ -114,20 +138,6 @@ def normalization(normalize_by: str | None, *, own: str) -> str:
         return own
     checks.choice("normalize_by", normalize_by, NORMALIZATIONS)
     return normalize_by
-
-
-def clips(
-    clip_low: Number, clip_high: Number, dual_clip: Number | None, data: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three bounds on the ratio as 0-d tensors, checked."""
-    low = checks.coefficient("clip_low", clip_low, data, at_least=0)
-    high = checks.coefficient("clip_high", clip_high, data, at_least=0)
-    if dual_clip is None:
-        return low, high, None
-    known = not isinstance(dual_clip, Tensor) and not isinstance(clip_high, Tensor)
-    if known and not dual_clip > 1 + clip_high:
-        raise ValueError(f"dual_clip must be greater than 1 + clip_high = {1 + clip_high}, got {dual_clip}")
-    return low, high, checks.coefficient("dual_clip", dual_clip, data, above=1)
 
 
 def _fake_macro_policy_loss(
@@ -142,7 +152,7 @@ def _fake_macro_policy_loss(
     )
 
 
-_macro_policy_loss = define(
+policy_loss = define(
     "macro_policy_loss(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor macro_ids, Tensor "
     "clip_low, "
     "Tensor clip_high, Tensor? dual_clip, str ratio_level, str normalize_by, Tensor? normalizer, Tensor? "
@@ -174,4 +184,55 @@ def backward_gradient(
     return (None if grad is None else _scale_gradient(gradient, grad, count, ctx.dtype),)
 
 
-differentiable(_macro_policy_loss, inputs=(0,), save=save_gradient, backward=backward_gradient)
+differentiable(policy_loss, inputs=(0,), save=save_gradient, backward=backward_gradient)
+
+
+def _fake_policy_penalty(
+    logprobs: Tensor, entropy: Tensor | None, ref_logprobs: Tensor | None, *rest: object
+) -> tuple[Tensor, ...]:
+    dtype = result_dtype(logprobs, entropy, ref_logprobs)
+    return (
+        logprobs.new_empty((), dtype=dtype),
+        logprobs.new_empty(logprobs.shape, dtype=dtype),
+        logprobs.new_empty((0,) if entropy is None else entropy.shape, dtype=dtype),
+        logprobs.new_empty((), dtype=dtype),
+    )
+
+
+policy_penalty = define(
+    "policy_penalty(Tensor logprobs, Tensor? entropy, Tensor? ref_logprobs, Tensor macro_ids, "
+    "Tensor entropy_coef, Tensor kl_loss_coef, Tensor? normalizer, Tensor? cu_seqlens, SymInt? max_seqlen) "
+    "-> "
+    "(Tensor loss, Tensor grad_logprobs, Tensor grad_entropy, Tensor count)",
+    _fake_policy_penalty,
+)
+"""kl_loss_coef mean(d^2 / 2) - entropy_coef mean(entropy) over action tokens, d = logprobs - ref_logprobs."""
+
+
+def _save_penalty(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
+    ctx.dtypes = [None if x is None else x.dtype for x in args[:2]]
+    _, grad_logprobs, grad_entropy, count = results
+    ctx.mark_non_differentiable(grad_logprobs, grad_entropy, count)
+    return grad_logprobs, grad_entropy, count
+
+
+def _backward_penalty(
+    ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, *unused: Tensor | None
+) -> Sequence[Tensor | None]:
+    *_, grad_logprobs, grad_entropy, count = saved
+    if grad is None:
+        return None, None
+    for_logprobs, for_entropy = ctx.dtypes
+    return (
+        _scale_gradient(grad_logprobs, grad, count, for_logprobs),
+        None if for_entropy is None else _scale_gradient(grad_entropy, grad, count, for_entropy),
+    )
+
+
+differentiable(policy_penalty, inputs=(0, 1), save=_save_penalty, backward=_backward_penalty)
+
+action_labels = define(
+    "action_labels(Tensor labels, Tensor macro_ids, Tensor? cu_seqlens, SymInt? max_seqlen) -> Tensor",
+    lambda labels, macro_ids, cu_seqlens, max_seqlen: labels.new_empty(labels.shape),
+)
+"""The labels of action tokens, -1 elsewhere."""

@@ -3,6 +3,7 @@
 from marlhf_kernels import backends
 from marlhf_kernels.reference import (
     advantages,
+    linear,
     logprobs,
     macro,
     policy_loss,
@@ -33,7 +34,16 @@ backends.register(
                 policy_loss.macro_policy_loss,
                 value_loss.macro_value_loss,
                 value_loss.scale_gradient,
+                policy_loss.policy_penalty,
+                policy_loss.action_labels,
+                linear.linear_token_logprobs,
+                linear.linear_token_logprobs_backward,
+                linear.merge_slices,
                 segmentation.fixed_ngram,
+                segmentation.from_ends,
+                segmentation.from_bounds,
+                segmentation.perplexity,
+                segmentation.isolate_last,
             )
         },
         missing=lambda: None,

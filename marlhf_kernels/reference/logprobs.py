@@ -25,12 +25,19 @@ class RowBlock:
     """The arithmetic of a block of logits rows: all that stands between a logit and a log-probability."""
 
     def __init__(
-        self, logits: Tensor, labels: Tensor, temperature: Tensor, softcap: Tensor | None, dtype: torch.dtype
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: Tensor,
+        softcap: Tensor | None,
+        dtype: torch.dtype,
+        first_token: Tensor | None = None,
     ) -> None:
-        """logits `[n, V]`, labels `[n]`, temperature 0-d or `[n]`."""
-        self.labels = labels
+        """logits `[n, V]`, labels `[n]`, temperature 0-d or `[n]`; `first_token` is the id of the first column."""
         self.valid = labels >= 0
-        self.target = labels.clamp(min=0).long().unsqueeze(1)  # [n, 1]
+        column = labels.long() if first_token is None else labels - first_token
+        self.here = (self.valid & (column >= 0) & (column < logits.shape[1])).unsqueeze(1)  # [n, 1]
+        self.column = torch.where(self.here, column.unsqueeze(1), 0)  # [n, 1]
         self.temperature = temperature.unsqueeze(1) if temperature.dim() else temperature
         self.cap = softcap
         self.tanh: Tensor | None = None
@@ -46,9 +53,12 @@ class RowBlock:
         return torch.where(self.valid, row, 0)
 
     def forward(self, want_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Log-probability, entropy, the maximum and the log of the sum above it: `[n]` each."""
+        """Log-probability, entropy, the maximum and the log of the sum above it: `[n]` each.
+
+        A label that is none of the columns has log-probability -inf.
+        """
         maximum = self.x.amax(1, keepdim=True)
-        target = self.x.gather(1, self.target) - maximum
+        target = torch.where(self.here, self.x.gather(1, self.column) - maximum, -torch.inf)
         z = torch.sub(self.x, maximum)
         weight = torch.exp(z) if want_entropy else z.exp_()
         total = weight.sum(1, keepdim=True)
@@ -92,7 +102,7 @@ class RowBlock:
                 slope.add_(g)
             z.exp_().mul_(-torch.exp(-log_sum)).mul_(slope)
         if g is not None:
-            z.scatter_add_(1, self.target, g)
+            z.scatter_add_(1, self.column, torch.where(self.here, g, 0))
         if self.tanh is not None:
             z.mul_(1 - self.tanh.square())
         if not all_valid:
@@ -110,11 +120,12 @@ def token_logprobs(
     inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(logits)
-    check_values(labels, temperature, logits.shape[-1])
+    check_labels(labels, logits.shape[-1])
+    check_temperature(temperature, labels)
     shape = labels.shape
     logprob, maximum, log_sum = (torch.empty(shape.numel(), dtype=dtype, device=logits.device) for _ in range(3))
     entropy = torch.empty(shape.numel() if return_entropy else 0, dtype=dtype, device=logits.device)
-    rows = _Rows(labels, temperature, logit_softcap, dtype)
+    rows = Rows(labels, temperature, logit_softcap, dtype)
     for chunk, where in _blocks(logits):
         block = rows.block(chunk, where)
         logprob[where], h, maximum[where], log_sum[where] = block.forward(return_entropy)
@@ -175,7 +186,7 @@ def _gradient_into(
 ) -> None:
     """Into the rows of `out` `[N, V]`, or over the logits where it is None."""
     dtype = maximum.dtype
-    rows = _Rows(labels, temperature, logit_softcap, dtype)
+    rows = Rows(labels, temperature, logit_softcap, dtype)
     all_valid = labels.device.type == "cpu" and bool((labels >= 0).all())
     flat = [None if x is None else x.to(dtype).reshape(-1) for x in (grad_logprobs, grad_entropy)]
     maximum, log_sum, entropy = maximum.view(-1), log_sum.view(-1), entropy.view(-1)
@@ -187,10 +198,18 @@ def _gradient_into(
         )
 
 
-class _Rows:
+class Rows:
     """What belongs to a row beside its logits, cut as the logits are."""
 
-    def __init__(self, labels: Tensor, temperature: Tensor, softcap: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        labels: Tensor,
+        temperature: Tensor,
+        softcap: Tensor | None,
+        dtype: torch.dtype,
+        first_token: Tensor | None = None,
+    ) -> None:
+        self.first_token = first_token
         self.dtype = dtype
         self.labels = labels.reshape(-1)
         self.per_row = temperature.dim() > 0
@@ -199,15 +218,19 @@ class _Rows:
 
     def block(self, logits: Tensor, where: slice) -> RowBlock:
         temperature = self.temperature[where] if self.per_row else self.temperature
-        return RowBlock(logits, self.labels[where], temperature, self.softcap, self.dtype)
+        return RowBlock(logits, self.labels[where], temperature, self.softcap, self.dtype, self.first_token)
 
 
-def check_values(labels: Tensor, temperature: Tensor, vocabulary: int) -> None:
-    """What only the values tell, where reading them costs no sync."""
+def check_labels(labels: Tensor, vocabulary: int) -> None:
+    """A label outside of the vocabulary, where reading costs no sync."""
     if labels.device.type == "cpu" and labels.numel():
         largest = int(labels.max())
         if largest >= vocabulary:
             raise ValueError(f"labels has the token id {largest}, but the vocabulary has {vocabulary} tokens")
+
+
+def check_temperature(temperature: Tensor, labels: Tensor) -> None:
+    """A temperature that is not above 0, where reading costs no sync; that of an ignored row is not used."""
     if temperature.device.type == "cpu":
         used = temperature if temperature.dim() == 0 else temperature[labels >= 0]
         if not bool((used > 0).all()):

@@ -82,3 +82,40 @@ def macro_policy_loss(
         )
     )
     return loss.sum() / count, statistics, macros.unflat(gradient), count
+
+
+def policy_penalty(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    ref_logprobs: Tensor | None,
+    macro_ids: Tensor,
+    entropy_coef: Tensor,
+    kl_loss_coef: Tensor,
+    normalizer: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """kl_loss_coef mean(d^2 / 2) - entropy_coef mean(entropy), its gradients before division, the count."""
+    dtype = accumulation_dtype(logprobs, entropy, ref_logprobs)
+    macros = Macros(macro_ids, cu_seqlens)
+    count = Units(macros, of_macros=False).effective_count("tokens", normalizer, dtype)
+    total = torch.zeros_like(count)
+    grad_logprobs = torch.zeros(macros.shape, dtype=dtype, device=macros.device)
+    grad_entropy = grad_logprobs.new_zeros(macros.shape if entropy is not None else 0)
+    if ref_logprobs is not None:
+        difference = macros.flat(logprobs).to(dtype) - macros.flat(ref_logprobs).to(dtype)
+        difference = torch.where(macros.action, difference, 0)
+        slope = difference * scalar(kl_loss_coef, dtype, macros.device)
+        total = total + (difference * slope).sum() / 2
+        grad_logprobs = macros.unflat(slope)
+    if entropy is not None:
+        slope = -(macros.action.to(dtype) * scalar(entropy_coef, dtype, macros.device))
+        total = total + (macros.clean(entropy, dtype) * slope).sum()
+        grad_entropy = macros.unflat(slope)
+    return total / count, grad_logprobs, grad_entropy, count
+
+
+def action_labels(labels: Tensor, macro_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+    """The labels of action tokens; -1, which ignores the row, elsewhere."""
+    macros = Macros(macro_ids, cu_seqlens)
+    return macros.unflat(torch.where(macros.action, macros.flat(labels), -1))
