@@ -1,5 +1,6 @@
 """The command line: one command per stage over one YAML, overridden by `section.key=value` words."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,10 @@ EXTRA = "the trainer needs the packages of its extra: pip install 'marlhf[train]
 
 def main() -> None:
     """Entry point of the `marlhf` command."""
+    # OpenMP's threads spin while they wait, which makes a step several times slower as soon as another process
+    # wants a core. It reads these once, when PyTorch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import typer
     except ImportError:

@@ -91,7 +91,7 @@ class SFTConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     epochs: int = 1
     max_steps: Optional[int] = None
-    """Stop after so many optimiser steps, however many epochs that is."""
+    """So many optimiser steps, however many epochs that is; null: `epochs` epochs."""
     batch_size: int = 32
     """Rows per optimiser step."""
     microbatch_size: Optional[int] = None

@@ -23,6 +23,11 @@ class Loop:
         self._done = 0
         self._started = self._printed = time.monotonic()
 
+    @property
+    def done(self) -> int:
+        """Steps counted so far."""
+        return self._done
+
     def advance(self, words: str = "", *, to: int | None = None) -> None:
         """Counts one step, or sets the count to `to`."""
         done = self._done + 1 if to is None else to

@@ -218,7 +218,8 @@ def reward_table(accuracy: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table
         ["rejected", *accuracy],
         rows,
         "Share of held-out pairs ranked right; in brackets the lower end of the 95% interval. Chance is 50%. "
-        "`unseen` was trained on other pairs with another seed and PPO never used it; `no prompt` sees the summary alone.",
+        "`unseen` was trained on other pairs with another seed and PPO never used it; `no prompt` sees the summary "
+        "alone.",
     )
 
 

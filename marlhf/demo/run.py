@@ -24,6 +24,10 @@ from marlhf.stages.sft import run_sft
 
 Row = dict[str, Any]
 
+# One pair in so many has the SFT model's own sample as the rejected response.
+SAMPLED_PART = 6
+SAMPLING_BATCH = 256
+
 
 def run_demo(folder: Path, *, seed: int = 0, scale: str = "full") -> Path:
     """SFT, reward models, PPO and macro-action PPO on docstrings; returns the path of the report page.
@@ -200,24 +204,25 @@ def write_pairs(
         "test": splits["test"],
     }
     with loops() as shown:
-        loop = shown.start("Sampling", sum(len(rows) for rows in parts.values()), "responses")
+        loop = shown.start("Sampling", sum(len(rows) // SAMPLED_PART for rows in parts.values()), "responses")
         for number, (name, rows) in enumerate(parts.items()):
-            encoded, _ = encode_rows(rows, tokenizer, config.sft.data, responses=())
+            sampled, others = rows[: len(rows) // SAMPLED_PART], rows[len(rows) // SAMPLED_PART :]
+            encoded, _ = encode_rows(sampled, tokenizer, config.sft.data, responses=())
             samples: list[str] = []
-            for start in range(0, len(encoded), 256):
-                prompts = [row.prompt_ids for row in encoded[start : start + 256]]
+            for start in range(0, len(encoded), SAMPLING_BATCH):
+                prompts = [row.prompt_ids for row in encoded[start : start + SAMPLING_BATCH]]
                 responses = generate(
                     policy,
                     prompts,
                     config.ppo.rollout,
                     stops=stop_ids(tokenizer, config.ppo.rollout),
                     pad_id=tokenizer.pad_token_id,
-                    seed=config.seed + 1_000 * number + start,
+                    seed=config.seed + 1_000_000 * number + start,
                 )
                 samples += tokenizer.batch_decode(responses.response_ids, skip_special_tokens=True)
-                for _ in prompts:
-                    loop.advance()
-            pairs = make_pairs(rows, seed=config.seed + number, samples=samples)
+                loop.advance(to=loop.done + len(prompts))
+            pairs = make_pairs(sampled, seed=config.seed + number, samples=samples, weights={"sample": 1.0})
+            pairs += make_pairs(others, seed=config.seed + number)
             write_jsonl(folder / "data" / f"pairs_{name}.jsonl", pairs)
 
 

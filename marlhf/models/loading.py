@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging as transformers_logging
 
 from marlhf.config import ModelConfig, one_of, require
 from marlhf.engine import disable_dropout
 from marlhf.errors import UserError
 from marlhf.run_folder import write_folder_atomically
+
+# Loading takes a moment here; a bar per model would drown the run's own progress.
+transformers_logging.disable_progress_bar()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

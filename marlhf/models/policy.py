@@ -29,14 +29,10 @@ def logprobs_from_hidden(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities, and on request entropies, of `labels [N]` given `hidden [N, H]`."""
     logits = model.get_output_embeddings()(hidden)
-    result = token_logprobs(
-        logits,
-        labels,
-        temperature=temperature,
-        logit_softcap=getattr(model.config, "final_logit_softcapping", None),
-        return_entropy=return_entropy,
-    )
-    return result if return_entropy else (result, None)
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    if return_entropy:
+        return token_logprobs(logits, labels, temperature=temperature, logit_softcap=softcap, return_entropy=True)
+    return token_logprobs(logits, labels, temperature=temperature, logit_softcap=softcap), None
 
 
 def response_logprobs(

@@ -25,8 +25,7 @@ def step_count(rows: int, stage: SFTConfig | RewardConfig) -> int:
     """Optimiser steps of the whole stage."""
     if rows == 0:
         raise DataError("no training row is left; see the counts of dropped rows above")
-    steps = -(-rows // stage.batch_size) * stage.epochs
-    return steps if stage.max_steps is None else min(steps, stage.max_steps)
+    return stage.max_steps or -(-rows // stage.batch_size) * stage.epochs
 
 
 def microbatches(rows: Sequence[Row], size: int | None) -> Iterator[Sequence[Row]]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from marlhf.config import Config, PPOConfig, one_of
 from marlhf.data import encode_rows, epochs, load_rows, load_tokenizer
@@ -22,6 +21,7 @@ from marlhf.rewards import KLController
 from marlhf.rollout import Rollout, check_rollout, complete, generate, stop_ids
 from marlhf.run_folder import RunFolder, check_free
 from marlhf.stages.evaluate import evaluate_policy, print_rollout
+from marlhf.stages.ppo_metrics import UpdateMetrics, level_unit, rollout_metrics, unit_count
 from marlhf.termination import check_termination
 from marlhf_kernels import macro_policy_loss, macro_value_loss
 
@@ -108,26 +108,26 @@ def update(
     config: PPOConfig,
     order: torch.Generator,
 ) -> dict[str, float]:
-    """`ppo_epochs * minibatches` optimiser steps over one rollout; returns their mean metrics.
+    """`ppo_epochs * minibatches` optimiser steps of policy and critic over one rollout; returns their metrics.
 
     Losses are divided by the count of the whole minibatch, so its split into microbatches changes nothing.
     """
-    totals: dict[str, Tensor] = {}
+    policy_unit, value_unit = level_unit(config.ratio_level), level_unit(config.value_level)
+    metrics = UpdateMetrics(steps=config.ppo_epochs * config.minibatches)
     rates = {
         "policy_learning_rate": policy_optimizer.learning_rate,
         "critic_learning_rate": critic_optimizer.learning_rate,
     }
-    rows = rollout.response_ids.shape[0]
-    steps = config.ppo_epochs * config.minibatches
+    rows = rollout.scores.shape[0]
     for _ in range(config.ppo_epochs):
-        for minibatch in torch.randperm(rows, generator=order).tensor_split(config.minibatches):
-            units = rollout[minibatch.to(rollout.scores.device)]
-            policy_count = unit_count(units.macro_ids, config.normalize_by, level=config.ratio_level)
-            value_count = unit_count(units.macro_ids, None, level=config.value_level)
-            tokens = (units.macro_ids >= 0).sum().clamp(min=1)
-            policy_units = unit_count(units.macro_ids, None, level=config.ratio_level).clamp(min=1)
+        for minibatch in (
+            torch.randperm(rows, generator=order).to(rollout.scores.device).tensor_split(config.minibatches)
+        ):
+            ids = rollout.macro_ids[minibatch]
+            policy_count = unit_count(ids, config.normalize_by or policy_unit)
+            value_count = unit_count(ids, value_unit)
             for part in minibatch.split(config.microbatch_size or rows):
-                batch = rollout[part.to(rollout.scores.device)]
+                batch = rollout[part]
                 logprobs, _ = response_logprobs(policy, *batch.parts(), temperature=config.rollout.temperature)
                 policy_loss = macro_policy_loss(
                     logprobs,
@@ -153,65 +153,24 @@ def update(
                     normalizer=value_count,
                 )
                 value_loss.loss.backward()
-
-                # Losses are parts of a sum already; means are weighted by what they are means over.
-                share = (batch.macro_ids >= 0).sum() / tokens
-                unit_share = unit_count(batch.macro_ids, None, level=config.ratio_level) / policy_units
-                for name, value in {
-                    "policy_loss": policy_loss.loss.detach(),
-                    "value_loss": value_loss.loss.detach(),
-                    "policy_clip_fraction": policy_loss.clip_fraction * unit_share,
-                    "value_clip_fraction": value_loss.clip_fraction * share,
-                    "approx_kl": policy_loss.approx_kl * share,
-                    "ratio_mean": policy_loss.ratio_mean * unit_share,
-                }.items():
-                    totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value / steps
-                totals["ratio_max"] = torch.maximum(
-                    totals.get("ratio_max", policy_loss.ratio_max), policy_loss.ratio_max
+                metrics.per_step(policy_loss=policy_loss.loss, value_loss=value_loss.loss)
+                metrics.mean(
+                    unit_count(batch.macro_ids, policy_unit),
+                    policy_clip_fraction=policy_loss.clip_fraction,
+                    ratio_mean=policy_loss.ratio_mean,
                 )
-            for name, norm in (
-                ("policy_grad_norm", policy_optimizer.step()),
-                ("critic_grad_norm", critic_optimizer.step()),
-            ):
-                totals[name] = totals.get(name, torch.zeros((), device=norm.device)) + norm / steps
-    return {**{name: value.item() for name, value in totals.items()}, **rates}
-
-
-def unit_count(ids: Tensor, normalize_by: str | None, *, level: str) -> Tensor:
-    """What a loss over these macro actions is divided by: tokens, macro actions, or non-empty sequences."""
-    unit = normalize_by or ("tokens" if level == "token" else "macros")
-    if unit == "tokens":
-        return (ids >= 0).sum()
-    if unit == "macros":
-        return (ids.amax(dim=1) + 1).sum()
-    return (ids >= 0).any(dim=1).sum()
-
-
-@torch.no_grad()
-def rollout_metrics(rollout: Rollout, kl_coef: float) -> dict[str, float]:
-    """What one rollout batch looks like; padding enters none of the numbers."""
-    real = rollout.response_mask
-    tokens = real.sum().clamp(min=1)
-    lengths = rollout.lengths.float()
-    macros = (rollout.macro_ids.amax(dim=1) + 1).sum().clamp(min=1)
-    return {
-        "score": rollout.scores.mean().item(),
-        "score_std": rollout.scores.std(correction=0).item(),
-        "kl": rollout.kl.sum(dim=1).mean().item(),
-        "kl_coef": kl_coef,
-        "response_length": lengths.mean().item(),
-        "stopped_share": 1.0 - rollout.truncated.float().mean().item(),
-        "entropy": (rollout.entropy.sum() / tokens).item(),
-        "value": (rollout.values.sum() / tokens).item(),
-        "return": (rollout.returns.sum() / tokens).item(),
-        "macro_length": (tokens / macros).item(),
-    }
+                metrics.mean(unit_count(batch.macro_ids, value_unit), value_clip_fraction=value_loss.clip_fraction)
+                metrics.mean(unit_count(batch.macro_ids, "tokens"), approx_kl=policy_loss.approx_kl)
+                metrics.largest(ratio_max=policy_loss.ratio_max)
+            metrics.per_step(policy_grad_norm=policy_optimizer.step(), critic_grad_norm=critic_optimizer.step())
+    return {**metrics.result(), **rates}
 
 
 def prompt_batches(rows: int, config: PPOConfig, *, seed: int) -> Iterator[list[int]]:
     """Full batches of prompt indices, a fresh permutation of the prompts each epoch."""
     given = 0
-    for indices in epochs(rows, config.rollout.batch_size, seed=seed):
+    # An epoch has at least one full batch and at most one partial one.
+    for indices in epochs(rows, config.rollout.batch_size, seed=seed, max_steps=2 * config.iterations):
         if given == config.iterations:
             return
         if len(indices) == config.rollout.batch_size:
@@ -231,7 +190,8 @@ def check_ppo(config: PPOConfig) -> None:
             raise ConfigError(f"`ppo.{name}` is {getattr(config, name)}; it must be at least 1")
     if config.minibatches > config.rollout.batch_size:
         raise ConfigError(
-            f"`ppo.minibatches` is {config.minibatches}, more than the {config.rollout.batch_size} prompts of a rollout batch"
+            f"`ppo.minibatches` is {config.minibatches}, more than the {config.rollout.batch_size} prompts of a "
+            "rollout batch"
         )
     if config.microbatch_size is not None and config.microbatch_size < 1:
         raise ConfigError("`ppo.microbatch_size` must be at least 1, or null for the whole minibatch")
@@ -253,7 +213,8 @@ def describe(config: PPOConfig, *, prompts: int, held_out: int, counts: dict[str
     micro = min(minibatch, config.microbatch_size or minibatch)
     console.print(
         f"ppo: {prompts:,} prompts, {held_out:,} held out; {config.iterations} iterations of {batch} responses, each "
-        f"{config.ppo_epochs * config.minibatches} optimiser steps of {minibatch} responses, in backward passes of {micro}",
+        f"{config.ppo_epochs * config.minibatches} optimiser steps of {minibatch} responses, in backward passes of "
+        f"{micro}",
         highlight=False,
         markup=False,
     )
