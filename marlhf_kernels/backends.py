@@ -121,9 +121,10 @@ def select(op: str, args: Sequence[Any]) -> Callable[..., Any]:
         BackendUnavailableError: the backend that was asked for cannot run this call.
     """
     name = requested()
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 0]
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     device = tensors[0].device.type
-    wide = any(x.dtype is torch.float64 for x in tensors)
+    # Coefficients are 0-d, and float64 whatever the data is.
+    wide = any(x.dtype is torch.float64 and x.dim() > 0 for x in tensors)
     if name is None:
         return _automatic(op, device, wide)
     _check_runnable(name, VARIABLE)

@@ -6,7 +6,9 @@ Values that live in tensors are checked by the kernels, and only where reading t
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,12 +130,11 @@ def coefficient(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
+    finite: bool = True,
 ) -> Tensor:
-    """A coefficient as the 0-d tensor that the ops take, so that another value never means another
-    compilation.
+    """A coefficient as the 0-d tensor that the ops take: another value never means another compilation.
 
-    A number becomes a float64 tensor on the CPU and is checked against the bounds; a tensor's value is not
-    read.
+    A number becomes a float64 tensor on the CPU and is checked against the bounds; a tensor's value is not read.
     """
     if isinstance(value, Tensor):
         tensor(name, value)
@@ -144,21 +145,20 @@ def coefficient(
                 f"{name} is on {value.device}, but the data is on {data.device}; move it there or to the CPU"
             )
         return value
-    if isinstance(value, (bool, str)) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name} must be a number or a 0-d tensor, got {type(value).__name__}")
-    if value != value or value in (math.inf, -math.inf):
-        raise ValueError(f"{name} must be finite, got {value}")
-    if above is not None and not value > above:
-        raise ValueError(f"{name} must be greater than {above:g}, got {value}")
-    if at_least is not None and not value >= at_least:
-        raise ValueError(f"{name} must be at least {at_least:g}, got {value}")
-    if at_most is not None and not value <= at_most:
-        raise ValueError(f"{name} must be at most {at_most:g}, got {value}")
+    number = _number(name, value)
+    if number != number or (finite and number in (math.inf, -math.inf)):
+        raise ValueError(f"{name} must be {'finite' if finite else 'a number'}, got {number}")
+    if above is not None and not number > above:
+        raise ValueError(f"{name} must be greater than {above:g}, got {number}")
+    if at_least is not None and not number >= at_least:
+        raise ValueError(f"{name} must be at least {at_least:g}, got {number}")
+    if at_most is not None and not number <= at_most:
+        raise ValueError(f"{name} must be at most {at_most:g}, got {number}")
     if torch.compiler.is_compiling():
         # Of a Python float a graph keeps products symbolic, but fixes what builds a tensor from it: like this it
         # compiles once more when it first changes, and never again.
-        return torch.ones((), dtype=torch.float64, device="cpu") * value
-    return torch.full((), value, dtype=torch.float64, device="cpu")
+        return torch.ones((), dtype=torch.float64, device="cpu") * number
+    return torch.full((), number, dtype=torch.float64, device="cpu")
 
 
 def optional_coefficient(
@@ -166,11 +166,24 @@ def optional_coefficient(
     value: Number | None,
     data: Tensor,
     *,
-    above: float | None = None,
     at_least: float | None = None,
+    above: float | None = None,
+    finite: bool = True,
 ) -> Tensor | None:
     """`coefficient`, or None where the option is off."""
-    return None if value is None else coefficient(name, value, data, above=above, at_least=at_least)
+    if value is None:
+        return None
+    return coefficient(name, value, data, at_least=at_least, above=above, finite=finite)
+
+
+def _number(name: str, value: object) -> Any:
+    """A Python number, or a symbolic one while a graph is compiled."""
+    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+        if not isinstance(value, bool):
+            return value
+    elif isinstance(value, numbers.Real):
+        return float(value)  # NumPy's scalars
+    raise TypeError(f"{name} must be a number or a 0-d tensor, got {type(value).__name__}")
 
 
 def _integer(name: str, value: object) -> None:

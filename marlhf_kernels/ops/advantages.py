@@ -77,7 +77,7 @@ def kl_penalized_rewards(
     """
     _check_rollout(scores, logprobs, ref_logprobs, macro_ids, kl_estimator, cu_seqlens, max_seqlen)
     beta = checks.coefficient("kl_coef", kl_coef, logprobs)
-    limit = checks.optional_coefficient("score_clip", score_clip, logprobs, above=0)
+    limit = checks.optional_coefficient("score_clip", score_clip, logprobs, above=0, finite=False)
     return TokenRewards(
         *_kl_penalized_rewards(
             scores, logprobs, ref_logprobs, macro_ids, beta, kl_estimator, limit, cu_seqlens, max_seqlen
@@ -192,7 +192,7 @@ def rollout_advantages(
     rows = _check_rollout(scores, logprobs, ref_logprobs, macro_ids, kl_estimator, cu_seqlens, max_seqlen)
     _check_gae(values, macro_ids, rows, reward_weights, value_weights, discount_per, bootstrap_values)
     beta = checks.coefficient("kl_coef", kl_coef, logprobs)
-    limit = checks.optional_coefficient("score_clip", score_clip, logprobs, above=0)
+    limit = checks.optional_coefficient("score_clip", score_clip, logprobs, above=0, finite=False)
     discount = checks.coefficient("gamma", gamma, logprobs, at_least=0, at_most=1)
     decay = checks.coefficient("lam", lam, logprobs, at_least=0, at_most=1)
     return RolloutAdvantages(

@@ -91,8 +91,8 @@ def linear_token_logprobs(
         to its dtype first. There is no second derivative.
 
     Raises:
-        TypeError, ValueError: wrong types, shapes or devices; temperature or softcap not above 0; on a CPU
-            also a label >= V.
+        TypeError, ValueError: wrong types, shapes or devices; temperature or softcap not above 0; on a CPU also a
+            label >= V (elsewhere its log-probability is -inf).
     """
     checks.tensor("labels", labels, checks.INTEGERS)
     hidden, weight, bias = _check_head(hidden, weight, labels, bias, chunk_tokens, vocab_group)

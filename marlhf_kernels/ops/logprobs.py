@@ -73,8 +73,8 @@ def token_logprobs(
         The gradient flows to `logits`, in their dtype. There is no second derivative.
 
     Raises:
-        TypeError, ValueError: wrong types, shapes or devices; temperature or softcap not above 0; on a CPU
-            also a label >= V.
+        TypeError, ValueError: wrong types, shapes or devices; temperature or softcap not above 0; on a CPU also a
+            label >= V (elsewhere its log-probability is -inf).
     """
     checks.floating("logits", logits)
     checks.tensor("labels", labels, checks.INTEGERS)

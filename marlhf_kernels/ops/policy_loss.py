@@ -116,9 +116,9 @@ def policy_options(
 ) -> PolicyOptions:
     """Check the options of the policy loss."""
     checks.choice("ratio_level", ratio_level, RATIO_LEVELS)
-    low = checks.coefficient("clip_low", clip_low, data, at_least=0)
-    high = checks.coefficient("clip_high", clip_high, data, at_least=0)
-    dual = checks.optional_coefficient("dual_clip", dual_clip, data, above=1)
+    low = checks.coefficient("clip_low", clip_low, data, at_least=0, finite=False)
+    high = checks.coefficient("clip_high", clip_high, data, at_least=0, finite=False)
+    dual = checks.optional_coefficient("dual_clip", dual_clip, data, above=1, finite=False)
     known = not isinstance(dual_clip, Tensor) and not isinstance(clip_high, Tensor)
     if dual_clip is not None and known and not dual_clip > 1 + clip_high:
         raise ValueError(f"dual_clip must be greater than 1 + clip_high = {1 + clip_high}, got {dual_clip}")

@@ -54,7 +54,7 @@ def macro_value_loss(
     Args:
         values, old_values, returns: `[B, T]`, or packed `[N]`. Entries at id -1 are never used.
         macro_ids: alike, int32 or int64, -1 where the token is no action.
-        clip: c, a number > 0 or a 0-d tensor; None turns clipping off.
+        clip: c, a number >= 0 or a 0-d tensor; None turns clipping off.
         level: `"token"` or `"macro"`.
         value_weights: mean, first, last, position or position_reversed; used at level `macro` alone.
         normalize_by: `"tokens"`, `"macros"` or `"sequences"`; None takes the level's own unit.
@@ -77,7 +77,7 @@ def macro_value_loss(
     checks.choice("level", level, LEVELS)
     checks.choice("value_weights", value_weights, VALUE_WEIGHTS)
     normalize_by = normalization(normalize_by, own="tokens" if level == "token" else "macros")
-    limit = checks.optional_coefficient("clip", clip, values, at_least=0)
+    limit = checks.optional_coefficient("clip", clip, values, at_least=0, finite=False)
     count = checks.optional_coefficient("normalizer", normalizer, values, at_least=0)
     loss, clip_fraction, _, _ = _macro_value_loss(
         values,
