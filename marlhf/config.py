@@ -96,6 +96,8 @@ class SFTConfig:
     """Rows per optimiser step."""
     microbatch_size: Optional[int] = None
     """Rows per backward pass; None: the whole batch."""
+    group_by_length: bool = True
+    """Rows of like length share a batch, which saves padding; False: batches are drawn at random."""
     train_on_prompt: bool = False
     """Also train on the prompt's tokens, as the released code of MA-RLHF does."""
     eval_every: int = 100
@@ -116,6 +118,7 @@ class RewardConfig:
     batch_size: int = 32
     """Pairs per optimiser step."""
     microbatch_size: Optional[int] = None
+    group_by_length: bool = True
     see_prompt: bool = True
     """False trains a control that scores the response alone, which shows what the prompt is worth."""
     eval_every: int = 100

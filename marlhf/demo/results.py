@@ -62,7 +62,7 @@ class Interval:
 
 
 def write_results(
-    folder: Path, config: Config, rows: Sequence[Mapping[str, Any]], device: torch.device, seconds: Mapping[str, float]
+    folder: Path, config: Config, rows: Sequence[dict[str, Any]], device: torch.device, seconds: Mapping[str, float]
 ) -> Path:
     """Measures everything on the test split, prints the tables, writes `results.json`, picture and report."""
     tokenizer = load_tokenizer(f"{folder}/sft/final")
@@ -150,8 +150,13 @@ def real_responses(rows: Sequence[EncodedRow], pad_id: int, device: torch.device
     """The real summaries in the shape of sampled responses."""
     prompt_ids, prompt_mask = left_pad([row.prompt_ids for row in rows], pad_id)
     ids, mask = right_pad([row.response_ids["response"] for row in rows], pad_id)
-    parts = [tensor.to(device) for tensor in (prompt_ids, prompt_mask, ids, mask)]
-    return Responses(*parts, truncated=torch.zeros(len(rows), dtype=torch.bool, device=device))
+    return Responses(
+        prompt_ids.to(device),
+        prompt_mask.to(device),
+        ids.to(device),
+        mask.to(device),
+        truncated=torch.zeros(len(rows), dtype=torch.bool, device=device),
+    )
 
 
 @torch.no_grad()

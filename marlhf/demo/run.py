@@ -25,8 +25,10 @@ from marlhf.stages.sft import run_sft
 Row = dict[str, Any]
 
 # One pair in so many has the SFT model's own sample as the rejected response.
-SAMPLED_PART = 6
+SAMPLED_PART = 5
 SAMPLING_BATCH = 256
+# The rest of the pairs; twice as many of the kind that is hardest to learn.
+OTHER_KINDS = {"other": 2.0, "shuffled": 1.0, "truncated": 1.0}
 
 
 def run_demo(folder: Path, *, seed: int = 0, scale: str = "full") -> Path:
@@ -222,7 +224,7 @@ def write_pairs(
                 samples += tokenizer.batch_decode(responses.response_ids, skip_special_tokens=True)
                 loop.advance(to=loop.done + len(prompts))
             pairs = make_pairs(sampled, seed=config.seed + number, samples=samples, weights={"sample": 1.0})
-            pairs += make_pairs(others, seed=config.seed + number)
+            pairs += make_pairs(others, seed=config.seed + number, weights=OTHER_KINDS)
             write_jsonl(folder / "data" / f"pairs_{name}.jsonl", pairs)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from marlhf.config import RewardConfig, SFTConfig
+from marlhf.data import EncodedRow, epochs
 from marlhf.errors import ConfigError, DataError
 from marlhf.progress import console
 
@@ -19,6 +20,16 @@ def check_batches(stage: SFTConfig | RewardConfig, *, key: str) -> None:
         value = getattr(stage, name)
         if value is not None and value < 1:
             raise ConfigError(f"`{key}.{name}` is {value}; it must be at least 1, or null")
+
+
+def batches(rows: Sequence[EncodedRow], stage: SFTConfig | RewardConfig, *, seed: int) -> Iterator[list[int]]:
+    """Row numbers of every optimiser step of the stage, a fresh permutation each epoch."""
+    lengths = None
+    if stage.group_by_length:
+        lengths = [len(row.prompt_ids) + max(map(len, row.response_ids.values())) for row in rows]
+    return epochs(
+        len(rows), stage.batch_size, seed=seed, max_steps=stage.max_steps, epochs=stage.epochs, lengths=lengths
+    )
 
 
 def step_count(rows: int, stage: SFTConfig | RewardConfig) -> int:

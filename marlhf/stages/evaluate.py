@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
@@ -143,9 +144,11 @@ def sample_record(
 def print_rollout(rollout: Rollout, tokenizer: Any, *, rows: int) -> None:
     """Prints the first `rows` responses token by token with everything that was computed for them."""
     for i in range(min(rows, rollout.response_ids.shape[0])):
-        table = Table(title=f"response {i}, score {rollout.scores[i].item():.3f}")
+        table = Table(
+            title=f"response {i}, score {rollout.scores[i].item():.3f}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         for name in ("token", "macro", "logp", "ref logp", "KL", "reward", "value", "advantage", "return"):
-            table.add_column(name, justify="left" if name == "token" else "right")
+            table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
         columns = (
             rollout.logprobs,
             rollout.ref_logprobs,

@@ -1,5 +1,6 @@
 """The reward model: a scalar head trained so that chosen responses score above rejected ones."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from marlhf.config import Config, RewardConfig
-from marlhf.data import EncodedRow, drop_equal_pairs, encode_rows, epochs, load_rows, load_tokenizer, pair_batch
+from marlhf.data import EncodedRow, drop_equal_pairs, encode_rows, load_rows, load_tokenizer, pair_batch
 from marlhf.engine import Optimizer, check_optimizer, prepare
 from marlhf.models import load_reward_model, save_model, sequence_scores
 from marlhf.progress import loops
 from marlhf.run_folder import RunFolder, check_free
-from marlhf.stages.batches import check_batches, describe_batches, microbatches, step_count
+from marlhf.stages.batches import batches, check_batches, describe_batches, microbatches, step_count
 
 
 def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -50,10 +51,7 @@ def run_reward(config: Config) -> Path:
     ):
         optimizer = Optimizer(model, reward.optimizer, total_steps=total)
         loop = shown.start("Reward model", total)
-        order = epochs(
-            len(train), reward.batch_size, seed=config.seed, max_steps=reward.max_steps, epochs=reward.epochs
-        )
-        for step, indices in enumerate(order, start=1):
+        for step, indices in enumerate(batches(train, reward, seed=config.seed), start=1):
             # 1. One optimiser step over the batch's pairs.
             metrics = train_step(model, optimizer, [train[i] for i in indices], reward, tokenizer.pad_token_id)
 
@@ -90,12 +88,10 @@ def train_step(
     }
 
 
-def pair_scores(
-    model: Any, rows: "list[EncodedRow] | tuple[EncodedRow, ...] | Any", config: RewardConfig, pad_id: int
-) -> tuple[Tensor, Tensor]:
+def pair_scores(model: Any, rows: Sequence[EncodedRow], config: RewardConfig, pad_id: int) -> tuple[Tensor, Tensor]:
     """Uncentred scores `[B]` of the chosen and of the rejected responses."""
     device = next(model.parameters()).device
-    batch = pair_batch(list(rows), pad_id=pad_id, see_prompt=config.see_prompt)
+    batch = pair_batch(rows, pad_id=pad_id, see_prompt=config.see_prompt)
     scores = sequence_scores(model, batch.input_ids.to(device), batch.attention_mask.to(device), centred=False)
     return scores[: len(rows)], scores[len(rows) :]
 
