@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,31 +12,39 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import marlhf_kernels
+from tests.cases.precision import widest
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel backend under test: where its tensors live, and the grids of sizes that it can take."""
+    """A kernel backend under test: where its tensors live, the widest type, and the grids of sizes it can take."""
 
     name: str
     device: str
     grids: tuple[str, ...]
+    widest: torch.dtype = torch.float32
 
 
 def known_backend(name: str) -> Backend:
     """The backend called `name`, as this machine can run it."""
+    everything = ("interpreter", "edge", "production")
+    if name == "reference":
+        return Backend("reference", "cpu", everything, torch.float64)
+    if name == "reference-float32":
+        return Backend("reference", "cpu", everything)
     if name == "gpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return Backend("gpu", "cpu", ("interpreter",))
-        return Backend("gpu", "cuda", ("interpreter", "edge", "production"))
-    return Backend(name, "cpu", ("interpreter", "edge", "production"))
+        return Backend("gpu", "cuda", everything)
+    return Backend(name, "cpu", everything)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend",
         action="append",
-        help="kernel backend to test (reference, cpu, gpu); may be given several times; default: reference",
+        help="kernel backend to test: reference, reference-float32 (the same tests in float32), cpu or gpu; may be "
+        "given several times; default: reference",
     )
 
 
@@ -47,9 +56,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """The test's ops run on this backend."""
+    """The test's ops run on this backend, its tensors are made on its device, and `wide()` is its widest type."""
     chosen = known_backend(request.param)
-    with marlhf_kernels.use_backend(chosen.name):
+    if request.node.callspec.params.get("dtype") is torch.float64 and chosen.widest != torch.float64:
+        pytest.skip("float64 always runs on the reference")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(marlhf_kernels.use_backend(chosen.name))
+        stack.enter_context(widest(chosen.widest))
+        if chosen.device != "cpu":
+            stack.enter_context(torch.device(chosen.device))
         yield chosen
 
 

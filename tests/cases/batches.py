@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.cases import oracle
 from tests.cases.layouts import Layout
+from tests.cases.precision import wide
 
 TOKEN_FIELDS = (
     "logprobs", "old_logprobs", "ref_logprobs", "values", "old_values", "rewards", "advantages", "returns",
@@ -59,7 +60,7 @@ class Batch:
 def make_batch(
     ids: Sequence[Sequence[int]],
     layout: str = "right",
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
     poison: float = NAN,
     seed: int = 0,
     id_dtype: torch.dtype = torch.int32,
@@ -67,9 +68,11 @@ def make_batch(
     """Random numbers for every field, `poison` at every place that is no action token.
 
     The new log-probabilities and values are near the old ones, some inside the clip range and some beyond;
-    a few advantages are 0. A row without actions has a poisoned score and bootstrap value, and the slots of
+    a few advantages are 0. `dtype` is by default the widest of the backend.
+    A row without actions has a poisoned score and bootstrap value, and the slots of
     `macro_x` that belong to no macro action are poisoned too. The numbers do not depend on layout or poison.
     """
+    dtype = wide() if dtype is None else dtype
     rng = random.Random(seed)
     laid = Layout(layout, ids)
     rows: dict[str, list[list[float]]] = {name: [] for name in TOKEN_FIELDS}

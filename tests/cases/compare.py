@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from tests.cases.precision import wide
+
 FLOAT32_BUDGET = 2e-6
 # One unit in the last place, relative to the number.
 ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -29,7 +31,7 @@ def largest(x: object) -> float:
 def assert_close(
     actual: object,
     expected: object,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
     *,
     eager: object | None = None,
     scale: float | None = None,
@@ -37,11 +39,13 @@ def assert_close(
 ) -> None:
     """Entry by entry: within the budget of `dtype` relative to the largest number, inf equal to inf, no NaN.
 
-    float64 allows 1e-12; lower precisions allow eager PyTorch's own error (`eager`: its result on the inputs
+    `dtype` is the computation's, by default the widest of the backend. float64 allows 1e-12; lower precisions allow
+    eager PyTorch's own error (`eager`: its result on the inputs
     raised to float32) plus 2e-6, and a 16-bit tensor one unit in the last place more.
     """
     got, want = flatten(actual), flatten(expected)
     assert len(got) == len(want), f"{what}: {len(got)} numbers, {len(want)} expected"
+    dtype = wide() if dtype is None else dtype
     budget = (1e-12 if dtype == torch.float64 else FLOAT32_BUDGET) * (largest(want) if scale is None else scale)
     if eager is not None:
         budget += max((abs(a - b) for a, b in zip(flatten(eager), want, strict=True) if math.isfinite(b)), default=0.0)

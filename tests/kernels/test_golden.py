@@ -19,6 +19,7 @@ from marlhf_kernels import segmentation
 from tests.cases.compare import flatten
 from tests.cases.golden_cases import CASES
 from tests.cases.layouts import LAYOUTS, Layout
+from tests.cases.precision import wide
 
 pytestmark = pytest.mark.usefixtures("backend")
 TOLERANCE = 1e-6
@@ -40,7 +41,7 @@ def test_released_code(case, layout):
 
     old, values = tensor("logprobs"), tensor("values")
     out = mk.rollout_advantages(
-        torch.tensor([case["score"]], dtype=torch.float64), old, tensor("ref_logprobs"), values, ids,
+        torch.tensor([case["score"]], dtype=wide()), old, tensor("ref_logprobs"), values, ids,
         kl_coef=case["kl_coef"], score_clip=case["reward_clip"], gamma=case["gamma"], lam=case["lam"],
         reward_weights=case["value_weights"], value_weights=case["value_weights"], **laid.keywords,
     )  # fmt: skip

@@ -11,13 +11,14 @@ from tests.cases.batches import make_batch
 from tests.cases.checks import check_call
 from tests.cases.compare import assert_close, assert_same_bits
 from tests.cases.layouts import LAYOUTS, PADDED
+from tests.cases.precision import wide
+from tests.cases.tensors import ids_of, numbers
 
 pytestmark = pytest.mark.usefixtures("backend")
 NAN = math.nan
-D = torch.float64
 
-IDS = torch.tensor([[0, 0, 0, 1, -1, 1]], dtype=torch.int32)
-X = torch.tensor([[1.0, 2.0, 4.0, 8.0, NAN, 16.0]], dtype=D)
+IDS = [0, 0, 0, 1, -1, 1]
+X = [1.0, 2.0, 4.0, 8.0, NAN, 16.0]
 
 
 @pytest.mark.parametrize(
@@ -35,17 +36,17 @@ X = torch.tensor([[1.0, 2.0, 4.0, 8.0, NAN, 16.0]], dtype=D)
 )
 def test_reduce_by_hand(weights, discount, expected):
     """Each weight on macro actions of 3 and 2 tokens, the hole inside the second skipped: numbers by hand."""
-    assert_close(mk.macro_reduce(X, IDS, weights=weights, discount=discount), [expected])
+    assert_close(mk.macro_reduce(numbers(X), ids_of(IDS), weights=weights, discount=discount), [expected])
 
 
 def test_reduce_is_a_sum_by_default():
     """The default weight is the sum."""
-    assert_close(mk.macro_reduce(X, IDS), [[7.0, 24.0]])
+    assert_close(mk.macro_reduce(numbers(X), ids_of(IDS)), [[7.0, 24.0]])
 
 
 def test_broadcast_by_hand():
     """Each action token gets its macro action's number, a masked place 0."""
-    out = mk.macro_broadcast(torch.tensor([[5.0, 7.0]], dtype=D), IDS)
+    out = mk.macro_broadcast(torch.tensor([[5.0, 7.0]], dtype=wide()), ids_of(IDS))
     assert_close(out, [[5.0, 5.0, 5.0, 7.0, 0.0, 7.0]])
 
 
@@ -107,7 +108,7 @@ def test_sum_and_broadcast_are_each_others_gradient(layout):
 def test_value_weights_sum_to_one(weights):
     """A constant value stays the same under every value weight, whatever the length."""
     ids = torch.tensor([[0, *[1] * 2, *[2] * 3, *[3] * 7, *[4] * 50]], dtype=torch.int32)
-    out = mk.macro_reduce(torch.full(ids.shape, 0.7, dtype=D), ids, weights=weights)
+    out = mk.macro_reduce(torch.full(ids.shape, 0.7, dtype=wide()), ids, weights=weights)
     assert_close(out, [[0.7] * 5])
 
 
@@ -116,7 +117,7 @@ def test_position_grows_toward_the_last_token():
     n = 6
     ids = torch.zeros(1, n, dtype=torch.int32)
     for weights, first, last in (("position", 1 / n, 1.0), ("position_reversed", 1.0, 1 / n)):
-        x = torch.zeros(1, n, dtype=D, requires_grad=True)
+        x = torch.zeros(1, n, dtype=wide(), requires_grad=True)
         mk.macro_reduce(x, ids, weights=weights).sum().backward()
         sigma = x.grad[0].tolist()
         assert_close([sigma[0] / sigma[-1]], [first / last])
@@ -134,7 +135,7 @@ def test_discounted_sum_with_discount_one_is_the_sum():
 def test_num_macros_pads_with_zero():
     """K is max(id) + 1 unless given; places beyond a row's macro actions are 0."""
     ids = torch.tensor([[0, 1], [0, 0]], dtype=torch.int32)
-    x = torch.ones(2, 2, dtype=D)
+    x = torch.ones(2, 2, dtype=wide())
     assert mk.macro_reduce(x, ids).tolist() == [[1.0, 1.0], [2.0, 0.0]]
     assert mk.macro_reduce(x, ids, num_macros=4).tolist() == [[1.0, 1.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
     assert mk.macro_lengths(ids, num_macros=3).tolist() == [[1, 1, 0], [2, 0, 0]]
@@ -158,9 +159,9 @@ def test_ids_beyond_num_macros(backend):
 
 def test_broadcast_keeps_its_dtype():
     """A broadcast copies: dtype and bits stay, also of numbers that float32 cannot hold."""
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (wide(), torch.float32, torch.bfloat16, torch.float16):
         x = torch.tensor([[0.1, -3.0]], dtype=dtype)
-        out = mk.macro_broadcast(x, IDS)
+        out = mk.macro_broadcast(x, ids_of(IDS))
         assert out.dtype == dtype
         assert_same_bits(out[0, [0, 3]], x[0])
 

@@ -11,24 +11,17 @@ from tests.cases.batches import make_batch
 from tests.cases.checks import check_call, run_with_gradient
 from tests.cases.compare import assert_close, assert_same_bits
 from tests.cases.layouts import LAYOUTS
+from tests.cases.precision import tight, wide
+from tests.cases.tensors import ids_of, numbers
 
 pytestmark = pytest.mark.usefixtures("backend")
-D = torch.float64
 NAN = math.nan
-
-
-def t64(*rows):
-    return torch.tensor(rows, dtype=D)
-
-
-def ids_of(*rows):
-    return torch.tensor(rows, dtype=torch.int32)
 
 
 def loss_and_grad(ratios, advantages, ids, **options):
     """The loss and d loss / d logprobs for one row, given the token ratios."""
-    logprobs = torch.tensor([ratios], dtype=D).log().requires_grad_()
-    out = mk.macro_policy_loss(logprobs, torch.zeros_like(logprobs), t64(advantages), ids_of(ids), **options)
+    logprobs = torch.tensor([ratios], dtype=wide()).log().requires_grad_()
+    out = mk.macro_policy_loss(logprobs, torch.zeros_like(logprobs), numbers(advantages), ids_of(ids), **options)
     out.loss.backward()
     return out, logprobs.grad[0].tolist()
 
@@ -61,9 +54,9 @@ def test_two_sided_clip():
 @pytest.mark.parametrize(("level", "ratio"), [("macro", 1.1 * 1.2 * 0.9), ("macro_mean", (1.1 * 1.2 * 0.9) ** (1 / 3))])
 def test_macro_ratio_by_hand(level, ratio):
     """`macro` is the product of the token ratios, `macro_mean` their geometric mean; the hole is no token."""
-    logprobs = torch.tensor([[1.1, NAN, 1.2, 0.9]], dtype=D).log().requires_grad_()
-    old = torch.tensor([[0.0, NAN, 0.0, 0.0]], dtype=D)
-    out = mk.macro_policy_loss(logprobs, old, t64([2.0, NAN, 2.0, 2.0]), ids_of([0, -1, 0, 0]), ratio_level=level)
+    logprobs = torch.tensor([[1.1, NAN, 1.2, 0.9]], dtype=wide()).log().requires_grad_()
+    old = torch.tensor([[0.0, NAN, 0.0, 0.0]], dtype=wide())
+    out = mk.macro_policy_loss(logprobs, old, numbers([2.0, NAN, 2.0, 2.0]), ids_of([0, -1, 0, 0]), ratio_level=level)
     out.loss.backward()
     assert_close([out.loss, out.ratio_mean], [-2 * ratio, ratio])
     per_token = -2 * ratio / (3 if level == "macro_mean" else 1)
@@ -84,9 +77,9 @@ def test_the_token_level_is_the_default():
 
 def test_normalisers_by_hand():
     """Rows of 4 tokens in 2 macro actions and of 1 in 1, rho 1, A = 1 and 3: every count by hand."""
-    lp = torch.zeros(2, 4, dtype=D)
+    lp = torch.zeros(2, 4, dtype=wide())
     ids = ids_of([0, 0, 0, 1], [0, -1, -1, -1])
-    advantages = t64([1.0] * 4, [3.0] * 4)
+    advantages = numbers([1.0] * 4, [3.0] * 4)
 
     def loss(**options):
         return mk.macro_policy_loss(lp, lp, advantages, ids, **options).loss
@@ -102,9 +95,9 @@ def test_normalisers_by_hand():
 
 def test_empty_sequences_do_not_count():
     """`sequences` is the mean over non-empty ones: a masked row changes nothing."""
-    lp = torch.zeros(3, 2, dtype=D)
+    lp = torch.zeros(3, 2, dtype=wide())
     ids = ids_of([0, 1], [-1, -1], [0, -1])
-    advantages = t64([1.0, 1.0], [NAN, NAN], [4.0, NAN])
+    advantages = numbers([1.0, 1.0], [NAN, NAN], [4.0, NAN])
     out = mk.macro_policy_loss(lp, lp, advantages, ids, normalize_by="sequences")
     assert_close([out.loss], [-(1.0 + 4.0) / 2])
 
@@ -113,17 +106,17 @@ def test_empty_sequences_do_not_count():
 def test_normalizer_makes_the_split_irrelevant(microbatch):
     """Lengths 1 and 3, A = +1 and -1, rho 1: loss .5 over the step for every microbatch size, and the same gradient."""
     ids = ids_of([0, -1, -1], [0, 1, 2], [-1, -1, -1], [-1, -1, -1])
-    advantages = torch.tensor([[1.0], [-1.0], [NAN], [NAN]], dtype=D).expand(4, 3)
-    lp = torch.zeros(4, 3, dtype=D, requires_grad=True)
+    advantages = torch.tensor([[1.0], [-1.0], [NAN], [NAN]], dtype=wide()).expand(4, 3)
+    lp = torch.zeros(4, 3, dtype=wide(), requires_grad=True)
     total = 0.0
     for at in range(0, 4, microbatch):
         part = slice(at, at + microbatch)
         out = mk.macro_policy_loss(
-            lp[part], torch.zeros(4, 3, dtype=D)[part], advantages[part], ids[part], normalizer=torch.tensor(4.0)
+            lp[part], torch.zeros(4, 3, dtype=wide())[part], advantages[part], ids[part], normalizer=torch.tensor(4.0)
         )
         out.loss.backward()
         total += out.loss.item()
-    assert total == pytest.approx(0.5, abs=1e-12)
+    assert total == pytest.approx(0.5, abs=tight())
     assert_close(lp.grad, [[-0.25, 0.0, 0.0], [0.25] * 3, [0.0] * 3, [0.0] * 3])
 
 
@@ -148,14 +141,14 @@ def test_token_form_times_tokens_equals_macro_form_times_macros():
 )
 def test_dual_clip_by_hand(ratio, advantage, loss, slope):
     """dual_clip 3 with A < 0: min(loss, 3 |A|), gradient 0 where the bound is smaller; a tie keeps it all."""
-    lp = t64([math.log(ratio)])
+    lp = numbers([math.log(ratio)])
     if ratio == 3.0:
         # log and exp need not return 3 exactly: make the tie exact with a bound of exp(log 3)
         bound = lp.exp().item()
     else:
         bound = 3.0
     lp = lp.requires_grad_()
-    out = mk.macro_policy_loss(lp, torch.zeros(1, 1, dtype=D), t64([advantage]), ids_of([0]), dual_clip=bound)
+    out = mk.macro_policy_loss(lp, torch.zeros(1, 1, dtype=wide()), numbers([advantage]), ids_of([0]), dual_clip=bound)
     out.loss.backward()
     assert_close([out.loss, lp.grad.item()], [loss, slope])
 
@@ -170,8 +163,8 @@ def test_ties_take_the_unclipped_branch():
 @pytest.mark.parametrize("level", oracle.RATIO_LEVELS)
 def test_zero_advantage_contributes_exactly_zero(level):
     """A = 0 gives 0 and gradient 0, even where the ratio overflows to inf."""
-    lp = t64([1000.0, 0.0]).requires_grad_()
-    out = mk.macro_policy_loss(lp, t64([0.0, 0.0]), t64([0.0, 1.0]), ids_of([0, 1]), ratio_level=level)
+    lp = numbers([1000.0, 0.0]).requires_grad_()
+    out = mk.macro_policy_loss(lp, numbers([0.0, 0.0]), numbers([0.0, 1.0]), ids_of([0, 1]), ratio_level=level)
     out.loss.backward()
     assert_close([out.loss, *lp.grad[0].tolist()], [-0.5, 0.0, -0.5])
     assert out.clip_fraction.item() == 0.0
@@ -181,10 +174,10 @@ def test_zero_advantage_contributes_exactly_zero(level):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_macro_log_ratio_is_clamped(level, sign):
     """A macro log-ratio beyond +-60 counts as +-60 and has gradient 0."""
-    lp = t64([sign * 70.0, 0.0]).requires_grad_()
-    out = mk.macro_policy_loss(lp, t64([0.0, 0.0]), t64([-sign, -1.0]), ids_of([0, 1]), ratio_level=level)
+    lp = numbers([sign * 70.0, 0.0]).requires_grad_()
+    out = mk.macro_policy_loss(lp, numbers([0.0, 0.0]), numbers([-sign, -1.0]), ids_of([0, 1]), ratio_level=level)
     out.loss.backward()
-    assert out.ratio_max.item() == pytest.approx(math.exp(60.0) if sign > 0 else 1.0, rel=1e-12)
+    assert out.ratio_max.item() == pytest.approx(math.exp(60.0) if sign > 0 else 1.0, rel=tight())
     assert lp.grad[0].tolist() == [0.0, 0.5]
     assert math.isfinite(out.loss.item())
     assert out.loss.item() == pytest.approx((math.exp(60.0) if sign > 0 else -math.exp(-60.0)) / 2 + 0.5)
@@ -192,25 +185,25 @@ def test_macro_log_ratio_is_clamped(level, sign):
 
 def test_macro_mean_is_clamped_after_the_mean():
     """The clamp is on the log-ratio of the macro action: four tokens of 30 have mean 30 and sum 120."""
-    lp = t64([30.0] * 4)
-    args = (lp, torch.zeros_like(lp), t64([-1.0] * 4), ids_of([0] * 4))
+    lp = numbers([30.0] * 4)
+    args = (lp, torch.zeros_like(lp), numbers([-1.0] * 4), ids_of([0] * 4))
     assert mk.macro_policy_loss(*args, ratio_level="macro_mean").loss.item() == pytest.approx(math.exp(30.0))
     assert mk.macro_policy_loss(*args, ratio_level="macro").loss.item() == pytest.approx(math.exp(60.0))
 
 
 def test_log_ratio_of_60_itself_is_not_clamped():
     """Gradient 0 is for beyond 60: at 60 the slope is there."""
-    lp = t64([60.0]).requires_grad_()
-    mk.macro_policy_loss(lp, t64([0.0]), t64([-1.0]), ids_of([0]), ratio_level="macro").loss.backward()
-    assert lp.grad.item() == pytest.approx(math.exp(60.0), rel=1e-12)
+    lp = numbers([60.0]).requires_grad_()
+    mk.macro_policy_loss(lp, numbers([0.0]), numbers([-1.0]), ids_of([0]), ratio_level="macro").loss.backward()
+    assert lp.grad.item() == pytest.approx(math.exp(60.0), rel=tight())
 
 
 @pytest.mark.parametrize("level", ["macro", "macro_mean"])
 def test_macro_levels_read_the_first_tokens_advantage(level):
     """A macro action's advantage stands at its first action token; the others are not read."""
     ids = ids_of([-1, 0, -1, 0, 1])
-    lp = torch.zeros(1, 5, dtype=D)
-    out = mk.macro_policy_loss(lp, lp, t64([NAN, 2.0, NAN, NAN, 4.0]), ids, ratio_level=level)
+    lp = torch.zeros(1, 5, dtype=wide())
+    out = mk.macro_policy_loss(lp, lp, numbers([NAN, 2.0, NAN, NAN, 4.0]), ids, ratio_level=level)
     assert_close([out.loss], [-3.0])
 
 
@@ -239,9 +232,9 @@ def test_statistics_use_their_own_counts():
 def test_no_action_token(level, normalize_by, normalizer):
     """No action at all: loss 0, gradients 0, no NaN; statistics 0 and ratios 1; also with normalizer 0."""
     for shape in ((2, 3), (0, 3), (2, 0), (0, 0)):
-        lp = torch.full(shape, NAN, dtype=D, requires_grad=True)
+        lp = torch.full(shape, NAN, dtype=wide(), requires_grad=True)
         out = mk.macro_policy_loss(
-            lp, torch.full(shape, NAN, dtype=D), torch.full(shape, NAN, dtype=D),
+            lp, torch.full(shape, NAN, dtype=wide()), torch.full(shape, NAN, dtype=wide()),
             torch.full(shape, -1, dtype=torch.int32),
             ratio_level=level, normalize_by=normalize_by, normalizer=normalizer,
         )  # fmt: skip
@@ -312,7 +305,7 @@ def test_coefficients_may_be_tensors():
     """Clips, dual clip and normalizer as 0-d tensors give what numbers give."""
     batch = make_batch(shapes.BY_HAND["ragged"])
     numbers = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5, "normalizer": 7.0}
-    tensors = {k: torch.tensor(v, dtype=D) for k, v in numbers.items()}
+    tensors = {k: torch.tensor(v, dtype=wide()) for k, v in numbers.items()}
     a = run_with_gradient(calls.policy_call(**numbers), batch)
     b = run_with_gradient(calls.policy_call(**tensors), batch)
     assert_close([*a[0]], [*b[0]])

@@ -11,19 +11,16 @@ from tests.cases import oracle
 from tests.cases.batches import INF, NAN, upstream
 from tests.cases.compare import assert_close, assert_same_bits
 from tests.cases.logits import CASES, eager, exact, exact_gradient, noise
+from tests.cases.precision import wide
+from tests.cases.tensors import numbers
 
 pytestmark = pytest.mark.usefixtures("backend")
-D = torch.float64
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def t64(*rows):
-    return torch.tensor(rows, dtype=D)
 
 
 def test_temperature_by_hand():
     """Logits [2, 0], T = 0.5, token 0: -0.01815."""
-    out = mk.token_logprobs(t64([2.0, 0.0]), torch.tensor([0]), temperature=0.5)
+    out = mk.token_logprobs(numbers([2.0, 0.0]), torch.tensor([0]), temperature=0.5)
     assert out.item() == pytest.approx(-0.01815, abs=5e-6)
 
 
@@ -31,7 +28,7 @@ def test_uniform():
     """Equal logits: log-probability -ln V, entropy ln V."""
     for vocab in (1, 2, 33):
         lp, entropy = mk.token_logprobs(
-            torch.full((2, vocab), 3.0, dtype=D), torch.tensor([0, vocab - 1]), return_entropy=True
+            torch.full((2, vocab), 3.0, dtype=wide()), torch.tensor([0, vocab - 1]), return_entropy=True
         )
         assert_close(lp, [-math.log(vocab)] * 2, scale=1.0)
         assert_close(entropy, [math.log(vocab)] * 2, scale=1.0)
@@ -39,7 +36,7 @@ def test_uniform():
 
 def test_gradient_by_hand():
     """Probabilities (.8, .2): d logp_0 / d logits = (.2, -.2); d entropy = -p (log p + H) = -+.2218."""
-    x = t64([math.log(0.8), math.log(0.2)]).requires_grad_()
+    x = numbers([math.log(0.8), math.log(0.2)]).requires_grad_()
     lp, entropy = mk.token_logprobs(x, torch.tensor([0]), return_entropy=True)
     lp.backward(retain_graph=True)
     assert_close(x.grad, [[0.2, -0.2]])
@@ -50,7 +47,7 @@ def test_gradient_by_hand():
 
 def test_banned_vocabulary():
     """Logits [0, 0, -inf]: entropy ln 2 with a finite gradient; a label on the -inf logit gives -inf."""
-    x = t64([0.0, 0.0, -INF], [0.0, 0.0, -INF]).requires_grad_()
+    x = numbers([0.0, 0.0, -INF], [0.0, 0.0, -INF]).requires_grad_()
     lp, entropy = mk.token_logprobs(x, torch.tensor([0, 2]), return_entropy=True)
     assert lp[0].item() == pytest.approx(-math.log(2.0))
     assert lp[1].item() == -INF
@@ -71,9 +68,9 @@ def test_no_cancellation_at_the_target(dtype):
     rest = math.exp(-12.0)
     want = (vocab - 1) * rest / (1 + (vocab - 1) * rest)
     # float32 holds 1 - 2e-4 to 3e-4 of the difference; a 16-bit 1 - 2e-4 would be 1.
-    assert x.grad[0, 7].item() == pytest.approx(want, rel={D: 1e-9, torch.float32: 1e-3}.get(dtype, 1e-2))
+    assert x.grad[0, 7].item() == pytest.approx(want, rel={torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 1e-2))
     assert x.grad[0, 0].item() == pytest.approx(
-        -want / (vocab - 1), rel={D: 1e-9, torch.float32: 1e-3}.get(dtype, 1e-2)
+        -want / (vocab - 1), rel={torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 1e-2)
     )
 
 
@@ -82,7 +79,7 @@ def test_softcap_by_hand():
     x, cap, temperature = [3.0, -2.0, 0.5], 2.0, 0.5
     z = [cap * math.tanh(v / cap) / temperature for v in x]
     want = z[0] - math.log(sum(math.exp(v) for v in z))
-    out = mk.token_logprobs(t64(x), torch.tensor([0]), temperature=temperature, logit_softcap=cap)
+    out = mk.token_logprobs(numbers(x), torch.tensor([0]), temperature=temperature, logit_softcap=cap)
     assert_close(out, [want])
 
 
@@ -96,15 +93,15 @@ def test_oracle(case, dtype):
     want_lp, want_entropy = exact(case, logits)
     y = logits.float().requires_grad_()
     eager_lp, eager_entropy = eager(y, labels, **case.options)
-    out_dtype = D if dtype == D else torch.float32
+    out_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     assert (lp.dtype, entropy.dtype) == (out_dtype, out_dtype)
-    low = dtype != D
+    low = dtype != torch.float64
     assert_close(lp, want_lp, dtype, eager=eager_lp if low else None, scale=None if low else 100.0, what="logprob")
     assert_close(
         entropy, want_entropy, dtype, eager=eager_entropy if low else None, scale=None if low else 100.0, what="entropy"
     )
     alone = mk.token_logprobs(logits, labels, **case.options)
-    assert_close(alone, lp, dtype, scale=100.0 if dtype == D else None)
+    assert_close(alone, lp, dtype, scale=100.0 if dtype == torch.float64 else None)
     if not case.labels:
         return
     g, h = upstream(lp, 1), upstream(entropy, 2)
@@ -131,7 +128,7 @@ def test_oracle(case, dtype):
 def test_any_leading_shape(shape, label_dtype):
     """[..., V] and [...] to [...]; labels int32 or int64."""
     n = math.prod(shape)
-    x = torch.tensor(noise(n, 9), dtype=D)
+    x = torch.tensor(noise(n, 9), dtype=wide())
     y = torch.arange(n) % 9
     flat = mk.token_logprobs(x, y)
     out, entropy = mk.token_logprobs(x.reshape(*shape, 9), y.reshape(shape).to(label_dtype), return_entropy=True)
@@ -141,17 +138,17 @@ def test_any_leading_shape(shape, label_dtype):
 
 def test_a_scalar_label():
     """One row without leading dimensions."""
-    out = mk.token_logprobs(t64([2.0, 0.0])[0], torch.tensor(0), temperature=0.5)
+    out = mk.token_logprobs(numbers([2.0, 0.0])[0], torch.tensor(0), temperature=0.5)
     assert out.shape == ()
     assert out.item() == pytest.approx(-0.01815, abs=5e-6)
 
 
 def test_ignored_rows_are_zero_and_unused():
     """A negative label: log-probability, entropy and gradient 0, whatever the logits hold."""
-    x = t64([NAN] * 4, [1.0, 2.0, 3.0, 4.0], [INF] * 4).requires_grad_()
+    x = numbers([NAN] * 4, [1.0, 2.0, 3.0, 4.0], [INF] * 4).requires_grad_()
     lp, entropy = mk.token_logprobs(x, torch.tensor([-100, 1, -1]), return_entropy=True)
     assert lp[[0, 2]].tolist() == entropy[[0, 2]].tolist() == [0.0, 0.0]
-    torch.autograd.backward([lp, entropy], [t64(NAN, 1.0, NAN).reshape(3), t64(NAN, 1.0, INF).reshape(3)])
+    torch.autograd.backward([lp, entropy], [numbers(NAN, 1.0, NAN).reshape(3), numbers(NAN, 1.0, INF).reshape(3)])
     assert x.grad[[0, 2]].tolist() == [[0.0] * 4] * 2
     assert x.grad[1].isfinite().all()
 
@@ -190,8 +187,8 @@ def test_temperature_per_token(dtype):
 
 def test_temperature_of_ignored_rows_is_unused():
     """Where the label is negative the row's temperature is not used either."""
-    x = torch.tensor(noise(2, 5), dtype=D, requires_grad=True)
-    lp = mk.token_logprobs(x, torch.tensor([1, -1]), temperature=t64(1.0, NAN).reshape(2))
+    x = torch.tensor(noise(2, 5), dtype=wide(), requires_grad=True)
+    lp = mk.token_logprobs(x, torch.tensor([1, -1]), temperature=numbers(1.0, NAN).reshape(2))
     lp.sum().backward()
     assert lp.isfinite().all()
     assert not x.grad[1].any()
@@ -200,10 +197,10 @@ def test_temperature_of_ignored_rows_is_unused():
 
 def test_upstream_gradient_per_token():
     """backward([0, 1, -2, 3]): each row's gradient is its own factor times its own."""
-    x, y = torch.tensor(noise(4, 6), dtype=D), torch.tensor([0, 5, 2, 3])
+    x, y = torch.tensor(noise(4, 6), dtype=wide()), torch.tensor([0, 5, 2, 3])
     factors = [0.0, 1.0, -2.0, 3.0]
     leaf = x.clone().requires_grad_()
-    mk.token_logprobs(leaf, y).backward(torch.tensor(factors, dtype=D))
+    mk.token_logprobs(leaf, y).backward(torch.tensor(factors, dtype=wide()))
     want = [oracle.token_logprob_gradient(r, n, f) for r, n, f in zip(x.tolist(), y.tolist(), factors, strict=True)]
     assert_close(leaf.grad, want)
 
@@ -219,7 +216,7 @@ def test_upstream_gradient_per_token():
 )
 def test_strided_upstream_gradients(reduce):
     """Zero-stride (`sum`) and strided (`[::2]`) upstream gradients are read as they are."""
-    x, y = torch.tensor(noise(4, 6), dtype=D), torch.tensor([0, 5, 2, 3])
+    x, y = torch.tensor(noise(4, 6), dtype=wide()), torch.tensor([0, 5, 2, 3])
     leaf, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
     for out in mk.token_logprobs(leaf, y, return_entropy=True):
         reduce(out).backward(retain_graph=True)
@@ -232,13 +229,13 @@ def test_strided_upstream_gradients(reduce):
 @pytest.mark.parametrize(
     "view",
     [
-        lambda: torch.randn(4, 2, 8, dtype=D).transpose(0, 1),
-        lambda: torch.randn(3, 5, 8, dtype=D)[:, :-1],
-        lambda: torch.randn(3, 4, 16, dtype=D)[..., ::2],
-        lambda: torch.randn(8, 4, dtype=D).t(),
-        lambda: torch.randn(1, 8, dtype=D).expand(5, 8),
-        lambda: torch.randn(4, 9, dtype=D)[:, 1:],
-        lambda: torch.randn(2, 8, 3, dtype=D).transpose(1, 2),
+        lambda: torch.randn(4, 2, 8, dtype=wide()).transpose(0, 1),
+        lambda: torch.randn(3, 5, 8, dtype=wide())[:, :-1],
+        lambda: torch.randn(3, 4, 16, dtype=wide())[..., ::2],
+        lambda: torch.randn(8, 4, dtype=wide()).t(),
+        lambda: torch.randn(1, 8, dtype=wide()).expand(5, 8),
+        lambda: torch.randn(4, 9, dtype=wide())[:, 1:],
+        lambda: torch.randn(2, 8, 3, dtype=wide()).transpose(1, 2),
     ],
 )
 def test_any_strides(view):
@@ -258,7 +255,7 @@ def test_any_strides(view):
 
 def test_labels_at_odd_alignment():
     """`y[1:1+N]` starts 8 bytes off a 16-byte border."""
-    x = torch.tensor(noise(5, 7), dtype=D)
+    x = torch.tensor(noise(5, 7), dtype=wide())
     y = torch.tensor([99, 0, 1, 2, 3, 4])[1:]
     assert_same_bits(mk.token_logprobs(x, y), mk.token_logprobs(x, y.clone()))
 
@@ -309,7 +306,7 @@ def test_backward_can_be_left_out():
 @pytest.mark.parametrize("use", [(True, False), (False, True)])
 def test_one_of_two_outputs_used(use):
     """Only the log-probability or only the entropy may be differentiated."""
-    x, y = torch.tensor(noise(3, 9), dtype=D), [0, 8, 4]
+    x, y = torch.tensor(noise(3, 9), dtype=wide()), [0, 8, 4]
     leaf = x.clone().requires_grad_()
     outputs = mk.token_logprobs(leaf, torch.tensor(y), return_entropy=True)
     (outputs[0] if use[0] else outputs[1]).sum().backward()

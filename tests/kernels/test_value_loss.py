@@ -11,18 +11,11 @@ from tests.cases.batches import make_batch
 from tests.cases.checks import check_call, run_with_gradient
 from tests.cases.compare import assert_close, assert_same_bits
 from tests.cases.layouts import LAYOUTS
+from tests.cases.precision import wide
+from tests.cases.tensors import ids_of, numbers
 
 pytestmark = pytest.mark.usefixtures("backend")
-D = torch.float64
 NAN = math.nan
-
-
-def t64(*rows):
-    return torch.tensor(rows, dtype=D)
-
-
-def ids_of(*rows):
-    return torch.tensor(rows, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -37,22 +30,22 @@ def ids_of(*rows):
 @pytest.mark.parametrize("level", ["token", "macro"])
 def test_clip_by_hand(new, target, loss, slope, clipped, level):
     """Clip .2, old 0: (new 1, G 1) -> .32 with gradient 0; (1, .5) -> .125 with the full gradient."""
-    v = t64([new]).requires_grad_()
-    out = mk.macro_value_loss(v, t64([0.0]), t64([target]), ids_of([0]), level=level)
+    v = numbers([new]).requires_grad_()
+    out = mk.macro_value_loss(v, numbers([0.0]), numbers([target]), ids_of([0]), level=level)
     out.loss.backward()
     assert_close([out.loss, v.grad.item(), out.clip_fraction], [loss, slope, clipped])
 
 
 def test_no_clip():
     """clip=None: half the squared error, whatever the old value, which may then be anything."""
-    out = mk.macro_value_loss(t64([1.0, 3.0]), t64([0.0, 9.0]), t64([0.0, 1.0]), ids_of([0, 0]), clip=None)
+    out = mk.macro_value_loss(numbers([1.0, 3.0]), numbers([0.0, 9.0]), numbers([0.0, 1.0]), ids_of([0, 0]), clip=None)
     assert_close([out.loss, out.clip_fraction], [(0.5 + 2.0) / 2, 0.0])
 
 
 def test_every_token_value_regresses_to_its_macro_actions_return():
     """Level `token`: values [0, 2] and return 1 -> (.5 + .5) / 2, gradient [-.5, .5]."""
-    v = t64([0.0, 2.0]).requires_grad_()
-    out = mk.macro_value_loss(v, v.detach(), t64([1.0, 1.0]), ids_of([0, 0]), clip=None)
+    v = numbers([0.0, 2.0]).requires_grad_()
+    out = mk.macro_value_loss(v, v.detach(), numbers([1.0, 1.0]), ids_of([0, 0]), clip=None)
     out.loss.backward()
     assert_close([out.loss, *v.grad[0].tolist()], [0.5, -0.5, 0.5])
 
@@ -70,10 +63,16 @@ def test_every_token_value_regresses_to_its_macro_actions_return():
 def test_macro_level_by_hand(weights, sigma):
     """level="macro" aggregates V first: .5 (V_k - G)^2 with gradient (V_k - G) sigma_i, for every weight."""
     values = [1.0, 2.0, 4.0]
-    v = t64([1.0, NAN, 2.0, 4.0]).requires_grad_()
-    returns = t64([5.0, NAN, NAN, NAN])
+    v = numbers([1.0, NAN, 2.0, 4.0]).requires_grad_()
+    returns = numbers([5.0, NAN, NAN, NAN])
     out = mk.macro_value_loss(
-        v, t64([0.0, NAN, 0.0, 0.0]), returns, ids_of([0, -1, 0, 0]), level="macro", value_weights=weights, clip=None
+        v,
+        numbers([0.0, NAN, 0.0, 0.0]),
+        returns,
+        ids_of([0, -1, 0, 0]),
+        level="macro",
+        value_weights=weights,
+        clip=None,
     )
     out.loss.backward()
     error = sum(s * x for s, x in zip(sigma, values, strict=True)) - 5.0
@@ -83,11 +82,11 @@ def test_macro_level_by_hand(weights, sigma):
 
 def test_old_values_are_aggregated_like_values():
     """level="macro": V_k = 1.5 and its old aggregate 1 give a held value of 1.2; G 1.5 takes it, G 1 not."""
-    args = (t64([1.0, 2.0]), t64([0.0, 2.0]))
+    args = (numbers([1.0, 2.0]), numbers([0.0, 2.0]))
     ids = ids_of([0, 0])
-    plain = mk.macro_value_loss(*args, t64([1.0, 1.0]), ids, level="macro")
+    plain = mk.macro_value_loss(*args, numbers([1.0, 1.0]), ids, level="macro")
     assert_close([plain.loss, plain.clip_fraction], [0.125, 0.0])
-    held = mk.macro_value_loss(*args, t64([1.5, 1.5]), ids, level="macro")
+    held = mk.macro_value_loss(*args, numbers([1.5, 1.5]), ids, level="macro")
     assert_close([held.loss, held.clip_fraction], [0.5 * 0.3**2, 1.0])
 
 
@@ -104,9 +103,9 @@ def test_defaults():
 
 def test_normalisers_by_hand():
     """Rows of 4 tokens in 2 macro actions and of 1 in 1, errors 1 and 2: every count by hand."""
-    v = torch.zeros(2, 4, dtype=D)
+    v = torch.zeros(2, 4, dtype=wide())
     ids = ids_of([0, 0, 0, 1], [0, -1, -1, -1])
-    returns = t64([1.0] * 4, [2.0] * 4)
+    returns = numbers([1.0] * 4, [2.0] * 4)
 
     def loss(**options):
         return mk.macro_value_loss(v, v, returns, ids, clip=None, **options).loss
@@ -136,8 +135,8 @@ def test_inside_the_range_nothing_is_clipped(backend):
 
 def test_ties_take_the_unclipped_branch():
     """V = V_old with clip 0: both terms are equal, the gradient is full and nothing counts as clipped."""
-    v = t64([1.0]).requires_grad_()
-    out = mk.macro_value_loss(v, t64([1.0]), t64([3.0]), ids_of([0]), clip=0.0)
+    v = numbers([1.0]).requires_grad_()
+    out = mk.macro_value_loss(v, numbers([1.0]), numbers([3.0]), ids_of([0]), clip=0.0)
     out.loss.backward()
     assert_close([out.loss, v.grad.item(), out.clip_fraction], [2.0, -2.0, 0.0])
 
@@ -148,8 +147,8 @@ def test_ties_take_the_unclipped_branch():
 def test_no_action_token(level, normalize_by, normalizer):
     """No action at all: loss 0, gradient 0, no NaN, also with normalizer 0."""
     for shape in ((2, 3), (0, 3), (2, 0)):
-        v = torch.full(shape, NAN, dtype=D, requires_grad=True)
-        other = torch.full(shape, NAN, dtype=D)
+        v = torch.full(shape, NAN, dtype=wide(), requires_grad=True)
+        other = torch.full(shape, NAN, dtype=wide())
         out = mk.macro_value_loss(
             v, other, other, torch.full(shape, -1, dtype=torch.int32),
             level=level, normalize_by=normalize_by, normalizer=normalizer,
@@ -200,7 +199,7 @@ def test_coefficients_may_be_tensors():
     """clip and normalizer as 0-d tensors give what numbers give."""
     batch = make_batch(shapes.BY_HAND["ragged"])
     numbers = {"clip": 0.1, "normalizer": 7.0}
-    tensors = {k: torch.tensor(v, dtype=D) for k, v in numbers.items()}
+    tensors = {k: torch.tensor(v, dtype=wide()) for k, v in numbers.items()}
     a = run_with_gradient(calls.value_call(**numbers), batch)
     b = run_with_gradient(calls.value_call(**tensors), batch)
     assert_close([*a[0]], [*b[0]])

@@ -9,17 +9,17 @@ import torch
 import marlhf_kernels as mk
 from tests.cases import oracle
 from tests.cases.compare import assert_close
+from tests.cases.precision import wide
 from tests.cases.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("backend")
-D = torch.float64
 NAN = math.nan
 
 
 @pytest.mark.parametrize(("unbiased", "expected"), [(False, [-1.2247, 0.0, 1.2247]), (True, [-1.0, 0.0, 1.0])])
 def test_by_hand(unbiased, expected):
     """[1, 2, 3 | 100]: biased [-1.2247, 0, 1.2247], unbiased [-1, 0, 1]; 0 where masked."""
-    x = torch.tensor([[1.0, 2.0, 3.0, 100.0]], dtype=D)
+    x = torch.tensor([[1.0, 2.0, 3.0, 100.0]], dtype=wide())
     mask = torch.tensor([[True, True, True, False]])
     out = mk.masked_whiten(x, mask, unbiased=unbiased)
     assert out[0].tolist() == pytest.approx([*expected, 0.0], abs=5e-5)
@@ -27,7 +27,7 @@ def test_by_hand(unbiased, expected):
 
 def test_mean_is_added_back():
     """shift_mean=False keeps the mean: [1, 2, 3] -> 2 + [-1.2247, 0, 1.2247]; masked places stay 0."""
-    x = torch.tensor([1.0, 2.0, 3.0, NAN], dtype=D)
+    x = torch.tensor([1.0, 2.0, 3.0, NAN], dtype=wide())
     out = mk.masked_whiten(x, torch.tensor([True, True, True, False]), shift_mean=False)
     assert out.tolist() == pytest.approx([0.77526, 2.0, 3.22474, 0.0], abs=5e-5)
 
@@ -35,7 +35,7 @@ def test_mean_is_added_back():
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_one_token_stays_finite(unbiased):
     """One token: variance 0, result 0 (or the token itself when the mean is added back)."""
-    x, mask = torch.tensor([[7.0, NAN]], dtype=D), torch.tensor([[True, False]])
+    x, mask = torch.tensor([[7.0, NAN]], dtype=wide()), torch.tensor([[True, False]])
     assert mk.masked_whiten(x, mask, unbiased=unbiased).tolist() == [[0.0, 0.0]]
     assert mk.masked_whiten(x, mask, unbiased=unbiased, shift_mean=False).tolist() == [[7.0, 0.0]]
 
@@ -60,7 +60,7 @@ def test_oracle(shape, dtype, unbiased, shift_mean):
     x = torch.tensor([rng.gauss(3.0, 2.0) for _ in range(n)], dtype=dtype).reshape(shape)
     x = torch.where(mask, x, NAN)
     out = mk.masked_whiten(x, mask, unbiased=unbiased, shift_mean=shift_mean)
-    assert out.dtype == (D if dtype == D else torch.float32)
+    assert out.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     want = oracle.masked_whiten(
         x.double().flatten().tolist(), mask.flatten().tolist(), shift_mean=shift_mean, unbiased=unbiased
     )
@@ -112,7 +112,7 @@ RANK_CASES = {
 def _whiten_on_rank(rank, world):
     out = {}
     for name, (numbers, options) in RANK_CASES.items():
-        x = torch.tensor(numbers[rank], dtype=D)
+        x = torch.tensor(numbers[rank], dtype=wide())
         group = torch.distributed.group.WORLD
         out[name] = mk.masked_whiten(x, ~x.isnan(), group=group, **options).tolist()
     # Only rank 0 does this: were a collective inside, it would wait for rank 1 until the time-out.
