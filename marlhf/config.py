@@ -119,6 +119,9 @@ class RewardConfig:
     """Pairs per optimiser step."""
     microbatch_size: Optional[int] = None
     group_by_length: bool = True
+    center_coef: float = 0.01
+    """Weight of the mean of (chosen + rejected score)^2 in the loss. Pairs say nothing of how scores compare
+    between prompts; this holds every prompt's scores around 0 (Eisenstein et al., arXiv 2312.09244)."""
     see_prompt: bool = True
     """False trains a control that scores the response alone, which shows what the prompt is worth."""
     eval_every: int = 100

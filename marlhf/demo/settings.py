@@ -40,10 +40,10 @@ SETTINGS = {
         pairs=19_200,
         reward_steps=400,
         reward_batch=24,
-        ppo_iterations=20,
+        ppo_iterations=24,
         ppo_batch=64,
         eval_rows=128,
-        test_rows=384,
+        test_rows=512,
     ),
     # Tries the plumbing; nothing is learned.
     "tiny": Settings(
@@ -96,6 +96,7 @@ def demo_config(folder: str, settings: Settings, *, seed: int) -> dict[str, obje
             "optimizer": {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": settings.reward_steps // 20},
             "max_steps": settings.reward_steps,
             "batch_size": settings.reward_batch,
+            "center_coef": 0.03,
             "eval_every": max(1, settings.reward_steps // 4),
         },
         "ppo": {

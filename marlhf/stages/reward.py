@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid
 from marlhf.config import Config, RewardConfig
 from marlhf.data import EncodedRow, drop_equal_pairs, encode_rows, load_rows, load_tokenizer, pair_batch
 from marlhf.engine import Optimizer, check_optimizer, prepare
+from marlhf.errors import ConfigError
 from marlhf.models import load_reward_model, save_model, sequence_scores
 from marlhf.progress import loops
 from marlhf.run_folder import RunFolder, check_free
@@ -31,6 +32,8 @@ def run_reward(config: Config) -> Path:
     reward = config.reward
     check_batches(reward, key="reward")
     check_optimizer(reward.optimizer, key="reward.optimizer")
+    if reward.center_coef < 0:
+        raise ConfigError(f"`reward.center_coef` is {reward.center_coef}; it must not be negative")
     check_free(reward.run_folder, key="reward.run_folder")
     device = prepare(config)
     tokenizer = load_tokenizer(reward.model.path, trust_remote_code=reward.model.trust_remote_code)
@@ -70,12 +73,16 @@ def run_reward(config: Config) -> Path:
 def train_step(
     model: Any, optimizer: Optimizer, rows: list[EncodedRow], config: RewardConfig, pad_id: int
 ) -> dict[str, float]:
-    """One optimiser step; the loss is the mean over the batch's pairs, whatever the microbatch size."""
+    """One optimiser step over the mean loss of the batch's pairs, whatever the microbatch size.
+
+    The loss that is returned is the pair loss without the centring term.
+    """
     total_loss, total_right = 0.0, 0.0
     for part in microbatches(rows, config.microbatch_size):
         chosen, rejected = pair_scores(model, part, config, pad_id)
         loss = pair_loss(chosen, rejected)
-        (loss / len(rows)).backward()
+        centring = config.center_coef * (chosen + rejected).square().sum()
+        ((loss + centring) / len(rows)).backward()
         total_loss += loss.item()
         total_right += float((chosen > rejected).sum())
     learning_rate = optimizer.learning_rate
