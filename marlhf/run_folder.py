@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,7 +72,8 @@ class RunFolder:
     """One stage's folder, used as a context manager around the stage's loop.
 
     Leaving the block records how the run ended in `status.json`: `finished`, `interrupted` (Ctrl-C or
-    SIGTERM) or `failed`, with the step that it had reached.
+    SIGTERM) or `failed`, with the step that it had reached. A second signal waits until that is written: Ctrl-C
+    in a terminal reaches a stage and its parent alike, and the parent then stops the stage once more.
     """
 
     def __init__(self, path: str | Path, *, config: object, stage: str, total_steps: int, key: str) -> None:
@@ -87,7 +89,9 @@ class RunFolder:
         write_text_atomically(self.path / "config.yaml", to_yaml(config))
         self._tensorboard = SummaryWriter(str(self.path / "tensorboard"))
         self._files: dict[str, int] = {}
-        self._previous_handler: Any = None
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._winding_up = False
+        self._interrupted_again = False
         self._write_status("running", "")
 
     @property
@@ -96,10 +100,11 @@ class RunFolder:
         return self.path / "final"
 
     def __enter__(self) -> "RunFolder":
-        try:
-            self._previous_handler = signal.signal(signal.SIGTERM, _interrupt)
-        except ValueError:  # not the main thread, where signals cannot be handled
-            self._previous_handler = None
+        # Only the main thread can handle signals; and who started this with one ignored wants it ignored.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous_handlers[number] = signal.signal(number, self._interrupt)
         return self
 
     def __exit__(
@@ -108,6 +113,7 @@ class RunFolder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._winding_up = True
         where = f"{self.stage}: step {self.step} of {self.total_steps}"
         if error is None:
             self._write_status("finished", "")
@@ -123,8 +129,10 @@ class RunFolder:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        if self._interrupted_again and error is None:
+            raise KeyboardInterrupt
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one line of metrics and the same numbers to TensorBoard; `step` counts from 1."""
@@ -151,6 +159,13 @@ class RunFolder:
         line = json.dumps(_finite(record), ensure_ascii=False) + "\n"
         os.write(self._files[name], line.encode("utf-8", errors="backslashreplace"))
 
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        if self._winding_up:
+            self._interrupted_again = True
+            return
+        self._winding_up = True
+        raise KeyboardInterrupt
+
     def _write_status(self, state: str, message: str) -> None:
         self._status_written = time.monotonic()
         write_json(
@@ -163,10 +178,6 @@ class RunFolder:
                 "message": message,
             },
         )
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _finite(value: object) -> object:
