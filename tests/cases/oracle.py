@@ -9,6 +9,7 @@ layouts. Masked places are never read.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -447,6 +448,71 @@ def linear_logits(hidden: Sequence[Row], weight: Sequence[Row], bias: Row | None
     ]
 
 
+@dataclass
+class LinearLoss:
+    """A policy loss from hidden states with the gradients of what learns."""
+
+    loss: float
+    statistics: dict[str, float]
+    hidden: list[list[list[float]]]
+    weight: list[list[float]]
+    bias: list[float]
+
+
+def linear_macro_policy_loss(
+    hidden: Sequence[Sequence[Row]],
+    weight: Sequence[Row],
+    labels: Sequence[Sequence[int]],
+    old_logprobs: Sequence[Row],
+    advantages: Sequence[Row],
+    ids: Sequence[Ids],
+    bias: Row | None = None,
+    temperature: float = 1.0,
+    logit_softcap: float | None = None,
+    entropy_coef: float = 0.0,
+    ref_logprobs: Sequence[Row] | None = None,
+    kl_loss_coef: float = 0.0,
+    token_normalizer: float | None = None,
+    **loss_options: Any,
+) -> LinearLoss:
+    """Logits of every action token, their log-probabilities, the policy loss, the two penalties, and back."""
+    width = len(weight[0])
+    logits: list[dict[int, list[float]]] = []
+    logprobs: list[list[float]] = []
+    entropies: list[dict[int, float]] = []
+    for b, row in enumerate(ids):
+        logits.append({})
+        logprobs.append([0.0] * len(row))
+        entropies.append({})
+        for t in action_positions(row):
+            (x,) = linear_logits([hidden[b][t]], weight, bias)
+            logits[b][t] = x
+            logprobs[b][t], entropies[b][t] = token_logprob(x, labels[b][t], temperature, logit_softcap)
+    policy = macro_policy_loss(logprobs, old_logprobs, advantages, ids, **loss_options)
+    tokens = sum(len(action_positions(row)) for row in ids)
+    count = (tokens if token_normalizer is None else token_normalizer) if tokens else 1
+    loss = policy.loss
+    d_hidden = [[[0.0] * width for _ in row] for row in ids]
+    d_weight = [[0.0] * width for _ in weight]
+    d_bias = [0.0] * len(weight)
+    for b, row in enumerate(ids):
+        for t in action_positions(row):
+            slope = policy.gradient[b][t]
+            if ref_logprobs is not None:
+                d = logprobs[b][t] - ref_logprobs[b][t]
+                loss += kl_loss_coef * d * d / 2.0 / count
+                slope += kl_loss_coef * d / count
+            loss -= entropy_coef * entropies[b][t] / count
+            g = token_logprob_gradient(
+                logits[b][t], labels[b][t], slope, -entropy_coef / count, temperature, logit_softcap
+            )
+            h, w, c = linear_gradients([hidden[b][t]], weight, [g])
+            d_hidden[b][t] = h[0]
+            d_weight = [[x + y for x, y in zip(*pair, strict=True)] for pair in zip(d_weight, w, strict=True)]
+            d_bias = [x + y for x, y in zip(d_bias, c, strict=True)]
+    return LinearLoss(loss, policy.statistics, d_hidden, d_weight, d_bias)
+
+
 def linear_gradients(
     hidden: Sequence[Row], weight: Sequence[Row], grad_logits: Sequence[Row]
 ) -> tuple[list[list[float]], list[list[float]], list[float]]:
@@ -481,24 +547,32 @@ def fixed_ngram(mask: Sequence[bool], n: float) -> list[int]:
     return ids
 
 
+def float32(x: float) -> float:
+    """The float32 nearest to x."""
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
 def perplexity(mask: Sequence[bool], ref_logprobs: Row, rule: str = "running_mean") -> list[int]:
-    """Open a macro action where the next token would raise the running mean (or exceeds its neighbour)."""
+    """Open a macro action where the next token would raise the running mean (or exceeds its neighbour).
+
+    Sums and products are rounded to float32 one by one: which side of a tie a token falls on is part of the rule.
+    """
     opens = []
     total, count, previous = 0.0, 0, None
     for real, ref in zip(mask, ref_logprobs, strict=True):
         if not real:
             opens.append(False)
             continue
-        nll = -ref
+        nll = -float32(ref)
         if previous is None:
             first = True
         elif rule == "running_mean":
-            first = nll * count > total
+            first = float32(nll * count) > total
         else:
             first = nll > previous
         if first:
             total, count = 0.0, 0
-        total, count, previous = total + nll, count + 1, nll
+        total, count, previous = float32(total + nll), count + 1, nll
         opens.append(first)
     return ids_from_openings(mask, opens)
 

@@ -72,8 +72,5 @@ def test_released_segmentation(case):
     """Its fixed rule: n tokens each before the last token, which is a macro action of its own."""
     length = len(case["macro_ids"])
     mask = torch.ones(1, length, dtype=torch.bool)
-    without_last = mask.clone()
-    without_last[0, -1] = False
-    ids = segmentation.fixed_ngram(without_last, case["ngram"])
-    ids[0, -1] = ids.max() + 1
+    ids = segmentation.isolate_last(segmentation.fixed_ngram(mask, case["ngram"]))
     assert ids[0].tolist() == case["macro_ids"]
