@@ -95,9 +95,8 @@ class SFTConfig:
     batch_size: int = 32
     """Rows per optimiser step."""
     microbatch_size: Optional[int] = None
-    """Rows per backward pass; None: the whole batch."""
-    group_by_length: bool = True
-    """Rows of like length share a batch, which saves padding; False: batches are drawn at random."""
+    """Rows per backward pass, rows of like length together, so that a smaller number also saves padding. It
+    changes no result; None: the whole batch."""
     train_on_prompt: bool = False
     """Also train on the prompt's tokens, as the released code of MA-RLHF does."""
     eval_every: int = 100
@@ -118,7 +117,6 @@ class RewardConfig:
     batch_size: int = 32
     """Pairs per optimiser step."""
     microbatch_size: Optional[int] = None
-    group_by_length: bool = True
     center_coef: float = 0.01
     """Weight of the mean of (chosen + rejected score)^2 in the loss. Pairs say nothing of how scores compare
     between prompts; this holds every prompt's scores around 0 (Eisenstein et al., arXiv 2312.09244)."""
@@ -174,7 +172,7 @@ class PPOConfig:
     minibatches: int = 2
     """Optimiser steps per epoch over a rollout batch."""
     microbatch_size: Optional[int] = None
-    """Responses per backward pass; None: the whole minibatch."""
+    """Responses per backward pass, those of like length together; None: the whole minibatch."""
     kl_coef: float = 0.05
     kl_estimator: str = "k1"
     """`k1`, `k2` or `k3`."""

@@ -4,7 +4,7 @@ Everything is aligned to response tokens: entry t of every `[B, T]` tensor speak
 Prompts are left-padded to P tokens and responses right-padded to T.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -20,18 +20,11 @@ from marlhf.rewards import penalise_missing_stop, scores_of_responses
 from marlhf.termination import macro_ids
 from marlhf_kernels import masked_whiten, rollout_advantages
 
-Batch = TypeVar("Batch", bound="Rows")
-
-
-class Rows:
-    """A dataclass of tensors whose first axis is the batch."""
-
-    def __getitem__(self: Batch, rows: Tensor | slice) -> Batch:
-        return type(self)(**{entry.name: getattr(self, entry.name)[rows] for entry in fields(self)})  # type: ignore[arg-type]
+Batch = TypeVar("Batch", bound="Responses")
 
 
 @dataclass
-class Responses(Rows):
+class Responses:
     """Sampled responses, stop token included where there is one."""
 
     prompt_ids: Tensor  # [B, P] int64
@@ -48,6 +41,31 @@ class Responses(Rows):
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the models read: prompt ids and mask, response ids and mask."""
         return self.prompt_ids, self.prompt_mask, self.response_ids, self.response_mask
+
+    def __getitem__(self: Batch, rows: Tensor | slice) -> Batch:
+        return type(self)(**{entry.name: getattr(self, entry.name)[rows] for entry in fields(self)})
+
+    def microbatches(self: Batch, size: int | None) -> Iterator[tuple[Tensor, Batch]]:
+        """Row numbers and rows in parts of at most `size`, without the columns that are padding in a whole part.
+
+        Rows of like length go together, so that little padding is left; None: all rows in one part. Lengths
+        are read on the host once.
+        """
+        prompts, responses = self.prompt_mask.sum(dim=1), self.lengths
+        order = (prompts + responses).argsort(stable=True)
+        for rows in order.split(size or max(1, order.shape[0])):
+            part = self[rows]
+            if rows.numel():
+                width = part.prompt_mask.shape[1] - int(prompts[rows].max())
+                length = max(1, int(responses[rows].max()))
+                part = type(part)(**{entry.name: part._trimmed(entry.name, width, length) for entry in fields(part)})
+            yield rows, part
+
+    def _trimmed(self, name: str, skipped: int, length: int) -> Tensor:
+        column: Tensor = getattr(self, name)
+        if column.dim() == 1:
+            return column
+        return column[:, skipped:] if name in ("prompt_ids", "prompt_mask") else column[:, :length]
 
 
 @dataclass
@@ -192,17 +210,20 @@ def complete(
 ) -> Rollout:
     """Scores responses, recomputes log-probabilities, and computes macro actions, advantages and returns."""
     temperature = config.rollout.temperature
-    size = config.microbatch_size or responses.response_ids.shape[0]
-    columns: list[tuple[Tensor, ...]] = []
-    for start in range(0, responses.response_ids.shape[0], size):
-        parts = responses[start : start + size].parts()
-        logprobs, entropy = response_logprobs(policy, *parts, temperature=temperature, return_entropy=True)
-        ref_logprobs, _ = response_logprobs(reference, *parts, temperature=temperature)
-        values = response_values(critic, *parts)
-        scores = scores_of_responses(reward_model, *parts, standardize=config.score_standardize)
-        assert entropy is not None
-        columns.append((logprobs, ref_logprobs, entropy, values, scores))
-    logprobs, ref_logprobs, entropy, values, scores = (torch.cat(column) for column in zip(*columns, strict=True))
+    logprobs, ref_logprobs, entropy, values = torch.zeros(
+        4, *responses.response_mask.shape, device=responses.truncated.device
+    )
+    scores = torch.zeros(responses.truncated.shape, device=responses.truncated.device)
+    for rows, part in responses.microbatches(config.microbatch_size):
+        columns = slice(part.response_mask.shape[1])
+        logprobs[rows, columns], part_entropy = response_logprobs(
+            policy, *part.parts(), temperature=temperature, return_entropy=True
+        )
+        assert part_entropy is not None
+        entropy[rows, columns] = part_entropy
+        ref_logprobs[rows, columns], _ = response_logprobs(reference, *part.parts(), temperature=temperature)
+        values[rows, columns] = response_values(critic, *part.parts())
+        scores[rows] = scores_of_responses(reward_model, *part.parts(), standardize=config.score_standardize)
     scores = penalise_missing_stop(
         scores, responses.truncated, penalty=config.missing_stop_penalty, mode=config.missing_stop_mode
     )

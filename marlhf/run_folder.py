@@ -103,7 +103,7 @@ class RunFolder:
         # Only the main thread can handle signals; and who started this with one ignored wants it ignored.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._previous_handlers[number] = signal.signal(number, self._interrupt)
         return self
 

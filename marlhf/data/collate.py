@@ -10,8 +10,6 @@ from torch import Tensor
 from marlhf.data.encoding import EncodedRow
 
 IGNORED_LABEL = -100
-GROUPED_BATCHES = 32
-"""Batches among which rows of like length are put together: enough to save padding, few enough to stay random."""
 
 
 @dataclass(frozen=True)
@@ -70,59 +68,31 @@ def pair_batch(rows: Sequence[EncodedRow], *, pad_id: int, see_prompt: bool = Tr
     return PairBatch(*right_pad(sequences, pad_id))
 
 
-def epochs(
-    n: int,
-    batch_size: int,
-    *,
-    seed: int,
-    max_steps: int | None = None,
-    epochs: int = 1,
-    lengths: Sequence[int] | None = None,
-) -> Iterator[list[int]]:
+def epochs(n: int, batch_size: int, *, seed: int, max_steps: int | None = None, epochs: int = 1) -> Iterator[list[int]]:
     """The row numbers of each batch: every epoch a fresh permutation of 0 .. n-1, the last batch partial.
 
     The permutation is a function of (seed, epoch) alone, the same on every machine. max_steps: so many
-    batches, however many epochs that is; None: `epochs` epochs. With `lengths`, one per row, rows of like
-    length share a batch, so that less of it is padding: in every run of `GROUPED_BATCHES` batches of the
-    permutation the rows are sorted by length, and the full batches are then shuffled.
+    batches, however many epochs that is; None: `epochs` epochs.
     """
     if n < 1:
         raise ValueError("there are no rows to make batches of")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-    if lengths is not None and len(lengths) != n:
-        raise ValueError(f"{len(lengths)} lengths for {n} rows; there must be one per row")
-    return _batches(n, batch_size, seed, max_steps, epochs, lengths)
+    return _batches(n, batch_size, seed, max_steps, epochs)
 
 
-def _batches(
-    n: int, batch_size: int, seed: int, max_steps: int | None, epochs: int, lengths: Sequence[int] | None
-) -> Iterator[list[int]]:
+def _batches(n: int, batch_size: int, seed: int, max_steps: int | None, epochs: int) -> Iterator[list[int]]:
     step = 0
     epoch = 0
     while epoch < epochs if max_steps is None else step < max_steps:
-        generator = random.Random(f"{seed}:{epoch}")
         order = list(range(n))
-        generator.shuffle(order)
-        if lengths is not None:
-            order = _by_length(order, batch_size, lengths, generator)
+        random.Random(f"{seed}:{epoch}").shuffle(order)
         for start in range(0, n, batch_size):
             if step == max_steps:
                 return
             yield order[start : start + batch_size]
             step += 1
         epoch += 1
-
-
-def _by_length(order: list[int], batch_size: int, lengths: Sequence[int], generator: random.Random) -> list[int]:
-    size = batch_size * GROUPED_BATCHES
-    grouped: list[int] = []
-    for start in range(0, len(order), size):
-        grouped += sorted(order[start : start + size], key=lambda index: lengths[index])
-    batches = [grouped[start : start + batch_size] for start in range(0, len(grouped), batch_size)]
-    partial = batches.pop() if len(batches[-1]) < batch_size else []
-    generator.shuffle(batches)
-    return [index for batch in batches for index in batch] + partial
 
 
 def _pad(sequences: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:

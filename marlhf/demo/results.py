@@ -138,12 +138,10 @@ def write_results(
 @torch.no_grad()
 def score(model: Any, responses: Responses) -> Tensor:
     """Standardised scores `[B]`: 0 is the mean of real summaries, 1 their standard deviation."""
-    return torch.cat(
-        [
-            scores_of_responses(model, *responses[start : start + BATCH].parts(), standardize=True)
-            for start in range(0, responses.response_ids.shape[0], BATCH)
-        ]
-    )
+    scores = torch.zeros(responses.truncated.shape, device=responses.truncated.device)
+    for rows, part in responses.microbatches(BATCH):
+        scores[rows] = scores_of_responses(model, *part.parts(), standardize=True)
+    return scores
 
 
 def real_responses(rows: Sequence[EncodedRow], pad_id: int, device: torch.device) -> Responses:

@@ -89,6 +89,7 @@ def demo_config(folder: str, settings: Settings, *, seed: int) -> dict[str, obje
             "optimizer": {"learning_rate": 3e-3, "schedule": "cosine", "warmup_steps": settings.sft_steps // 20},
             "max_steps": settings.sft_steps,
             "batch_size": settings.sft_batch,
+            "microbatch_size": max(1, settings.sft_batch // 2),
             "eval_every": max(1, settings.sft_steps // 6),
         },
         "reward": {
@@ -96,6 +97,7 @@ def demo_config(folder: str, settings: Settings, *, seed: int) -> dict[str, obje
             "optimizer": {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": settings.reward_steps // 20},
             "max_steps": settings.reward_steps,
             "batch_size": settings.reward_batch,
+            "microbatch_size": max(1, settings.reward_batch // 2),
             "center_coef": 0.03,
             "eval_every": max(1, settings.reward_steps // 4),
         },
@@ -107,6 +109,7 @@ def demo_config(folder: str, settings: Settings, *, seed: int) -> dict[str, obje
             "critic_optimizer": {"learning_rate": 1e-3},
             "critic_head": "zero",
             "iterations": settings.ppo_iterations,
+            "microbatch_size": max(1, settings.ppo_batch // 4),
             "kl_coef": 0.05,
             "score_standardize": True,
             "missing_stop_penalty": 1.0,

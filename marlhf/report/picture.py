@@ -85,7 +85,7 @@ def _panel(axes: Axes, runs: list[Run], look: dict[str, Style], key: str, title:
     steps = {step for run in runs for curve in run.curves["ppo"].values() for step in curve.steps}
     if len(steps) == 1:
         axes.set_xlim(min(steps) - 1, min(steps) + 1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(True, color=_GRID, linewidth=1)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):

@@ -1,14 +1,11 @@
 """Batch arithmetic of the supervised stages, checked and told before any work starts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
 
 from marlhf.config import RewardConfig, SFTConfig
-from marlhf.data import EncodedRow, epochs
+from marlhf.data import EncodedRow
 from marlhf.errors import ConfigError, DataError
 from marlhf.progress import console
-
-Row = TypeVar("Row")
 
 
 def check_batches(stage: SFTConfig | RewardConfig, *, key: str) -> None:
@@ -22,16 +19,6 @@ def check_batches(stage: SFTConfig | RewardConfig, *, key: str) -> None:
             raise ConfigError(f"`{key}.{name}` is {value}; it must be at least 1, or null")
 
 
-def batches(rows: Sequence[EncodedRow], stage: SFTConfig | RewardConfig, *, seed: int) -> Iterator[list[int]]:
-    """Row numbers of every optimiser step of the stage, a fresh permutation each epoch."""
-    lengths = None
-    if stage.group_by_length:
-        lengths = [len(row.prompt_ids) + max(map(len, row.response_ids.values())) for row in rows]
-    return epochs(
-        len(rows), stage.batch_size, seed=seed, max_steps=stage.max_steps, epochs=stage.epochs, lengths=lengths
-    )
-
-
 def step_count(rows: int, stage: SFTConfig | RewardConfig) -> int:
     """Optimiser steps of the whole stage."""
     if rows == 0:
@@ -39,11 +26,12 @@ def step_count(rows: int, stage: SFTConfig | RewardConfig) -> int:
     return stage.max_steps or -(-rows // stage.batch_size) * stage.epochs
 
 
-def microbatches(rows: Sequence[Row], size: int | None) -> Iterator[Sequence[Row]]:
-    """The rows in consecutive parts of `size`; all of them when size is None."""
+def microbatches(rows: Sequence[EncodedRow], size: int | None) -> Iterator[Sequence[EncodedRow]]:
+    """The rows of one optimiser step in parts of `size`, rows of like length together; None: all in one part."""
     size = size or max(1, len(rows))
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
+    ordered = sorted(rows, key=lambda row: len(row.prompt_ids) + max(map(len, row.response_ids.values())))
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]
 
 
 def describe_batches(

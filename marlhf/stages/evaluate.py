@@ -61,14 +61,14 @@ def measure(
     responses = generate(
         policy.eval(), [row.prompt_ids for row in rows], rollout, stops=stops, pad_id=pad_id, seed=EVALUATION_SEED
     )
-    size = rollout.generation_batch_size or rollout.batch_size
-    columns: list[tuple[Tensor, ...]] = []
-    for start in range(0, len(rows), size):
-        parts = responses[start : start + size].parts()
-        logprobs, _ = response_logprobs(policy, *parts, temperature=rollout.temperature or 1.0)
-        ref_logprobs, _ = response_logprobs(reference, *parts, temperature=rollout.temperature or 1.0)
-        columns.append((logprobs, ref_logprobs, scores_of_responses(reward_model, *parts, standardize=standardize)))
-    logprobs, ref_logprobs, scores = (torch.cat(column) for column in zip(*columns, strict=True))
+    logprobs, ref_logprobs = torch.zeros(2, *responses.response_mask.shape, device=responses.truncated.device)
+    scores = torch.zeros(responses.truncated.shape, device=responses.truncated.device)
+    temperature = rollout.temperature or 1.0
+    for part_rows, part in responses.microbatches(rollout.batch_size):
+        columns = slice(part.response_mask.shape[1])
+        logprobs[part_rows, columns], _ = response_logprobs(policy, *part.parts(), temperature=temperature)
+        ref_logprobs[part_rows, columns], _ = response_logprobs(reference, *part.parts(), temperature=temperature)
+        scores[part_rows] = scores_of_responses(reward_model, *part.parts(), standardize=standardize)
     return Evaluation(responses, scores, (logprobs - ref_logprobs).sum(dim=1), logprobs, ref_logprobs)
 
 

@@ -126,8 +126,7 @@ def update(
             ids = rollout.macro_ids[minibatch]
             policy_count = unit_count(ids, config.normalize_by or policy_unit)
             value_count = unit_count(ids, value_unit)
-            for part in minibatch.split(config.microbatch_size or rows):
-                batch = rollout[part]
+            for _, batch in rollout[minibatch].microbatches(config.microbatch_size):
                 logprobs, _ = response_logprobs(policy, *batch.parts(), temperature=config.rollout.temperature)
                 policy_loss = macro_policy_loss(
                     logprobs,

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from marlhf.config import Config, RewardConfig
-from marlhf.data import EncodedRow, drop_equal_pairs, encode_rows, load_rows, load_tokenizer, pair_batch
+from marlhf.data import EncodedRow, drop_equal_pairs, encode_rows, epochs, load_rows, load_tokenizer, pair_batch
 from marlhf.engine import Optimizer, check_optimizer, prepare
 from marlhf.errors import ConfigError
 from marlhf.models import load_reward_model, save_model, sequence_scores
 from marlhf.progress import loops
 from marlhf.run_folder import RunFolder, check_free
-from marlhf.stages.batches import batches, check_batches, describe_batches, microbatches, step_count
+from marlhf.stages.batches import check_batches, describe_batches, microbatches, step_count
 
 
 def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -54,7 +54,10 @@ def run_reward(config: Config) -> Path:
     ):
         optimizer = Optimizer(model, reward.optimizer, total_steps=total)
         loop = shown.start("Reward model", total)
-        for step, indices in enumerate(batches(train, reward, seed=config.seed), start=1):
+        order = epochs(
+            len(train), reward.batch_size, seed=config.seed, max_steps=reward.max_steps, epochs=reward.epochs
+        )
+        for step, indices in enumerate(order, start=1):
             # 1. One optimiser step over the batch's pairs.
             metrics = train_step(model, optimizer, [train[i] for i in indices], reward, tokenizer.pad_token_id)
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from marlhf.config import Config, SFTConfig
-from marlhf.data import EncodedRow, encode_rows, load_rows, load_tokenizer, sft_batch
+from marlhf.data import EncodedRow, encode_rows, epochs, load_rows, load_tokenizer, sft_batch
 from marlhf.engine import Optimizer, check_optimizer, prepare
 from marlhf.models import check_head, load_policy, save_model, token_nll
 from marlhf.progress import loops
 from marlhf.run_folder import RunFolder, check_free
-from marlhf.stages.batches import batches, check_batches, describe_batches, microbatches, step_count
+from marlhf.stages.batches import check_batches, describe_batches, microbatches, step_count
 
 
 def run_sft(config: Config) -> Path:
@@ -40,7 +40,8 @@ def run_sft(config: Config) -> Path:
     ):
         optimizer = Optimizer(model, sft.optimizer, total_steps=total)
         loop = shown.start("SFT", total)
-        for step, indices in enumerate(batches(train, sft, seed=config.seed), start=1):
+        order = epochs(len(train), sft.batch_size, seed=config.seed, max_steps=sft.max_steps, epochs=sft.epochs)
+        for step, indices in enumerate(order, start=1):
             # 1. One optimiser step over the batch: every microbatch is divided by the batch's token count.
             model.train()
             loss, rate = train_step(model, optimizer, [train[i] for i in indices], sft, tokenizer.pad_token_id)
@@ -62,13 +63,13 @@ def train_step(
 ) -> tuple[float, tuple[float, float]]:
     """One optimiser step; returns the mean loss per token, and the learning rate and gradient norm of the step."""
     device = next(model.parameters()).device
-    parts = [
+    batches = [
         sft_batch(part, pad_id=pad_id, train_on_prompt=config.train_on_prompt)
         for part in microbatches(rows, config.microbatch_size)
     ]
-    tokens = max(1, sum(int((part.labels[:, 1:] >= 0).sum()) for part in parts))
+    tokens = max(1, sum(int((batch.labels[:, 1:] >= 0).sum()) for batch in batches))
     total = torch.zeros((), device=device)
-    for batch in parts:
+    for batch in batches:
         nll, _ = token_nll(model, batch.input_ids.to(device), batch.attention_mask.to(device), batch.labels.to(device))
         (nll / tokens).backward()
         total += nll.detach()
