@@ -147,6 +147,65 @@ def test_any_strides(call, layout):
         assert_close(got[1], want[1])
 
 
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda o: o.sum(),
+        lambda o: o[:, ::2].sum(),
+        lambda o: (o.t() * 2.0)[1:].sum(),
+        lambda o: o.expand(3, *o.shape).sum(),
+    ],
+)
+@pytest.mark.parametrize("call", [c for c in calls.ONE_EACH if c.op in ("macro_reduce", "macro_broadcast")], ids=str)
+def test_strided_upstream_gradients(call, reduce):
+    """Zero-stride, strided and transposed upstream gradients equal the same gradient laid out densely."""
+    batch = make_batch(HOLED, "mixed", poison=0.5)
+    gradients = []
+    for dense in (False, True):
+        leaf = batch[call.learns].clone().requires_grad_()
+        (out,) = call.run(batch.with_fields(**{call.learns: leaf}))
+        if dense:
+            probe = out.detach().clone().requires_grad_()
+            (sent,) = torch.autograd.grad(reduce(probe), probe)
+            out.backward(sent.contiguous())
+        else:
+            reduce(out).backward()
+        gradients.append(leaf.grad)
+    assert gradients[0].any()
+    assert_same_bits(*gradients)
+
+
+@pytest.mark.parametrize(
+    "call", [c for c in calls.ONE_EACH if len(c.exact(make_batch([[0]]))) > 1 or c.learns], ids=str
+)
+def test_inputs_may_have_different_types(call):
+    """bf16 log-probabilities beside float32 advantages: float32 out, each gradient in its input's type."""
+    batch = make_batch(HOLED, "mixed", torch.float32, poison=0.5)
+    narrow = {n: batch[n].bfloat16() for n in ("logprobs", "values", "macro_x", "ref_logprobs")}
+    mixed = batch.with_fields(**narrow)
+    same = batch.with_fields(**{n: x.float() for n, x in narrow.items()})
+    got, want = run_with_gradient(call, mixed), run_with_gradient(call, same)
+    for a, b in zip(got[0], want[0], strict=True):
+        assert_close(a.float(), b, torch.float32, scale=1.0)
+    if got[1] is not None:
+        assert got[1].dtype == torch.bfloat16
+        assert_close(got[1], want[1], torch.float32)
+
+
+def test_more_rows_and_more_tokens_than_a_grid_axis_holds(backend):
+    """B and T past 65535."""
+    if "edge" not in backend.grids:
+        pytest.skip(f"{backend.name} is too slow here for 65536 rows")
+    for shape in ((65537, 2), (1, 65537)):
+        ids = torch.arange(shape[1], dtype=torch.int32).expand(shape)
+        torch.manual_seed(0)
+        x, v = torch.randn(shape), torch.randn(shape)
+        out = mk.macro_gae(x, v, ids, gamma=0.5, lam=0.0)
+        following = torch.cat((v[:, 1:], torch.zeros(shape[0], 1)), dim=1)
+        assert_close(out.advantages, x + 0.5 * following - v, torch.float32)
+        assert_close(mk.macro_lengths(ids), torch.ones(shape), torch.float32)
+
+
 @pytest.mark.parametrize("call", calls.ONE_EACH, ids=str)
 @pytest.mark.parametrize("hint", [None, 0, 1, 5, 10**6])
 def test_max_seqlen_is_only_a_hint(call, hint):
@@ -186,6 +245,20 @@ def test_any_ids_are_memory_safe(call, layout):
                 elif kind == MACRO:
                     both = min(got.shape[1], clean.shape[1])
                     assert_close(got[1:, :both], clean[1:, :both])
+
+
+def test_builders_ignore_a_wrong_hint_too():
+    """max_seqlen too small or too large for the builders and the linear loss."""
+    mask, cu = torch.ones(9).bool(), torch.tensor([0, 2, 2, 9], dtype=torch.int32)
+    want = [0, 0, 0, 0, 1, 1, 2, 2, 3]
+    ends = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1, 0]).bool()
+    for hint in (None, 0, 1, 7, 1000):
+        options = {"cu_seqlens": cu, "max_seqlen": hint}
+        assert mk.segmentation.fixed_ngram(mask, 2, **options).tolist() == want
+        assert mk.segmentation.from_ends(mask, ends, **options).tolist() == want
+        assert mk.segmentation.from_lengths(mask, [[2], [], [2, 2, 2, 1]], **options).tolist() == want
+        isolated = mk.segmentation.isolate_last(mk.segmentation.whole(mask, **options), **options)
+        assert isolated.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("layout", PADDED)

@@ -204,6 +204,17 @@ def test_autocast_casts_the_linear_ops():
     assert not torch.equal(out, mk.linear_token_logprobs(h, w, labels, bias=b))
 
 
+def test_autocast_casts_the_linear_loss():
+    """The same for linear_macro_policy_loss; advantages and old log-probabilities stay as they are."""
+    data = linear_batch(shapes.BY_HAND["ragged"], "mixed", torch.float32)
+    names = ("hidden", "weight", "bias")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = run_linear(data, *(data[n] for n in names), {"entropy_coef": 0.1})
+    want = run_linear(data, *(data[n].bfloat16() for n in names), {"entropy_coef": 0.1})
+    for a, b in zip(out, want, strict=True):
+        assert_same_bits(a, b)
+
+
 MEMORY = """
 import resource, torch, marlhf_kernels as mk
 torch.set_num_threads(1)

@@ -132,6 +132,16 @@ def test_discounted_sum_with_discount_one_is_the_sum():
     assert_close(zero, mk.macro_reduce(x, ids, weights="first"))
 
 
+def test_discount_may_be_a_tensor():
+    """discount as a 0-d tensor gives what the number gives."""
+    batch = make_batch(shapes.BY_HAND["ragged"])
+    a, b = (
+        mk.macro_reduce(batch["values"], batch.macro_ids, weights="discounted_sum", discount=d)
+        for d in (0.9, torch.tensor(0.9, dtype=wide()))
+    )
+    assert_close(a, b)
+
+
 def test_num_macros_pads_with_zero():
     """K is max(id) + 1 unless given; places beyond a row's macro actions are 0."""
     ids = torch.tensor([[0, 1], [0, 0]], dtype=torch.int32)

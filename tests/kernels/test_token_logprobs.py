@@ -335,6 +335,24 @@ def test_production_vocabulary(dtype, backend):
         test_oracle(case, dtype)
 
 
+def test_rows_further_apart_than_31_bits(backend):
+    """A row stride of 2^31 elements: offsets are 64-bit."""
+    if "edge" not in backend.grids:
+        pytest.skip(f"{backend.name} has no use for this under an interpreter")
+    stride, vocab = 2**31, 8
+    try:
+        # Untouched pages cost nothing: only the two rows are ever written.
+        storage = torch.UntypedStorage(2 * (stride + vocab))
+    except RuntimeError:
+        pytest.skip("4 GB of address space are not to be had here")
+    far = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (2, vocab), (stride, 1))
+    near = torch.tensor(noise(2, vocab), dtype=torch.bfloat16)
+    far.copy_(near)
+    labels = torch.tensor([3, 7])
+    for a, b in zip(*(mk.token_logprobs(x, labels, return_entropy=True) for x in (far, near)), strict=True):
+        assert_same_bits(a, b)
+
+
 @pytest.mark.parametrize("shape", [(1, 65536, 8), (65537, 1, 3)])
 def test_more_rows_than_a_grid_axis_holds(shape, backend):
     """T past 65535 with a tiny vocabulary."""
