@@ -25,7 +25,7 @@ from marlhf.stages.sft import run_sft
 Row = dict[str, Any]
 
 # One pair in so many has the SFT model's own sample as the rejected response.
-SAMPLED_PART = 5
+SAMPLED_PART = 6
 SAMPLING_BATCH = 256
 # The rest of the pairs; twice as many of the kind that is hardest to learn.
 OTHER_KINDS = {"other": 2.0, "shuffled": 1.0, "truncated": 1.0}

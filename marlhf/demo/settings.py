@@ -28,19 +28,19 @@ class Settings:
 
 SETTINGS = {
     "full": Settings(
-        layers=4,
+        layers=3,
         width=128,
         heads=4,
         vocabulary=4096,
         prompt_tokens=24,
         response_tokens=24,
         train_rows=None,
-        sft_steps=900,
+        sft_steps=800,
         sft_batch=32,
         pairs=19_200,
         reward_steps=400,
         reward_batch=24,
-        ppo_iterations=24,
+        ppo_iterations=16,
         ppo_batch=64,
         eval_rows=128,
         test_rows=512,
