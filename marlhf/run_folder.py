@@ -10,49 +10,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, cast
+from typing import Any
 
 from marlhf.config import to_yaml
 from marlhf.errors import ConfigError
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Replaces a file's content: readers see the old content or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: object) -> None:
-    """Writes JSON atomically; NaN and infinities become null."""
-    write_text_atomically(path, json.dumps(_finite(value), ensure_ascii=False, indent=1) + "\n")
-
-
-def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
-    """Calls `fill` with a new folder beside `path` and renames it to `path` once it is complete."""
-    import shutil
-
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
-        fill(beside)
-        if path.exists():
-            replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
-            os.replace(path, replaced)
-            os.replace(beside, path)
-            shutil.rmtree(replaced)
-        else:
-            os.replace(beside, path)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+from marlhf.files import finite, write_json, write_text_atomically
 
 
 def check_free(path: str | Path, *, key: str) -> Path:
@@ -156,7 +121,7 @@ class RunFolder:
         if name not in self._files:
             self._files[name] = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         # One write per line: an interrupt falls between lines.
-        line = json.dumps(_finite(record), ensure_ascii=False) + "\n"
+        line = json.dumps(finite(record), ensure_ascii=False) + "\n"
         os.write(self._files[name], line.encode("utf-8", errors="backslashreplace"))
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
@@ -178,15 +143,3 @@ class RunFolder:
                 "message": message,
             },
         )
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    if hasattr(value, "item"):
-        return _finite(cast(Any, value).item())
-    return value

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from marlhf.data import (
     right_pad,
     rouge_l,
 )
+from marlhf.files import write_json
 from marlhf.models import load_policy, load_reward_model
 from marlhf.progress import console, loops
 from marlhf.report import Table, build_report, rich_table, write_curve_picture
 from marlhf.rewards import scores_of_responses
 from marlhf.rollout import Responses, stop_ids
-from marlhf.run_folder import write_json
 from marlhf.stages.evaluate import measure
 from marlhf.stages.reward import pair_scores
 
@@ -62,7 +62,11 @@ class Interval:
 
 
 def write_results(
-    folder: Path, config: Config, rows: Sequence[dict[str, Any]], device: torch.device, seconds: Mapping[str, float]
+    folder: Path,
+    config: Config,
+    rows: Sequence[dict[str, Any]],
+    device: torch.device,
+    seconds: Callable[[], dict[str, float]],
 ) -> Path:
     """Measures everything on the test split, prints the tables, writes `results.json`, picture and report."""
     tokenizer = load_tokenizer(f"{folder}/sft/final")
@@ -115,13 +119,14 @@ def write_results(
 
     tables = [reward_table(accuracy), policy_table(policies), samples_table(rows, texts)]
     notes = verdicts(policies)
-    for table in tables:
+    for table in tables[:2]:
         console.print(rich_table(table))
+    print_samples(rows, texts)
     for note in notes:
         console.print(note, highlight=False, markup=False)
     write_json(
         folder / "results.json",
-        {"accuracy": accuracy, "policies": _summaries(policies), "seconds": dict(seconds), "notes": notes},
+        {"accuracy": accuracy, "policies": _summaries(policies), "seconds": seconds(), "notes": notes},
     )
     runs = {name: folder / stem for name, stem in POLICIES.items() if stem != "sft"}
     write_curve_picture(runs, folder / "curves.png")
@@ -243,17 +248,18 @@ def policy_table(policies: Mapping[str, Mapping[str, Any]]) -> Table:
         f"Test split, {n} prompts",
         ["", *policies],
         [
-            ["reward model's score", *interval("score")],
-            ["unseen reward model's score", *interval("unseen")],
-            ["ROUGE-L to the real summary", *mean("rouge_l", ".3f")],
-            ["KL to SFT, nats per response", *mean("kl", ".2f")],
-            ["tokens per response", *mean("length", ".1f")],
-            ["stopped by themselves", *mean("stopped", ".0%")],
+            ["reward model", *interval("score")],
+            ["unseen reward model", *interval("unseen")],
+            ["ROUGE-L", *mean("rouge_l", ".3f")],
+            ["KL to SFT, nats", *mean("kl", ".2f")],
+            ["tokens", *mean("length", ".1f")],
+            ["stopped itself", *mean("stopped", ".0%")],
             ["distinct bigrams", *number("distinct_2", ".2f")],
             ["repeated trigrams", *number("repeated_3", ".1%")],
-            ["seconds of training", *number("wall", ".0f")],
+            ["training, s", *number("wall", ".0f")],
         ],
-        "Scores are standardised: 0 is the mean of real summaries, 1 their standard deviation; ± is a 95% interval.",
+        "Per response. Scores are standardised: 0 is the mean of real summaries, 1 their deviation; ± is a 95% interval. "
+        "ROUGE-L is against the real summary.",
     )
 
 
@@ -264,6 +270,16 @@ def samples_table(rows: Sequence[Mapping[str, Any]], texts: Mapping[str, Sequenc
         body.append([str(rows[i]["prompt"]), "", ""])
         body += [["", name, found[i]] for name, found in texts.items()]
     return Table("Samples", ["prompt", "", "text"], body)
+
+
+def print_samples(rows: Sequence[Mapping[str, Any]], texts: Mapping[str, Sequence[str]]) -> None:
+    """The same as lines, which keep their width on a narrow terminal."""
+    width = max(map(len, texts))
+    for i in range(min(SAMPLES, len(rows))):
+        console.print(f"\n{rows[i]['prompt']}", style="bold", highlight=False, markup=False)
+        for name, found in texts.items():
+            console.print(f"  {name:<{width}}  {found[i]}", highlight=False, markup=False)
+    console.print()
 
 
 def verdicts(policies: Mapping[str, Mapping[str, Any]]) -> list[str]:

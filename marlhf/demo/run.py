@@ -16,10 +16,11 @@ from marlhf.demo.children import Job, run_side_by_side
 from marlhf.demo.results import write_results
 from marlhf.demo.settings import SETTINGS, Settings, demo_config
 from marlhf.engine import prepare
+from marlhf.files import write_text_atomically
 from marlhf.models import load_policy, save_model
 from marlhf.progress import console, loops
 from marlhf.rollout import generate, stop_ids
-from marlhf.run_folder import check_free, write_text_atomically
+from marlhf.run_folder import check_free
 from marlhf.stages.sft import run_sft
 
 Row = dict[str, Any]
@@ -110,7 +111,7 @@ def run_demo(folder: Path, *, seed: int = 0, scale: str = "full") -> Path:
     )
 
     sections.start("Test split")
-    report = write_results(folder, config, splits["test"][: settings.test_rows], device, sections.seconds())
+    report = write_results(folder, config, splits["test"][: settings.test_rows], device, sections.seconds)
     console.print(f"Report: {report}", highlight=False, markup=False)
     return report
 

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from marlhf.config import ModelConfig, one_of, require
 from marlhf.engine import disable_dropout
 from marlhf.errors import UserError
-from marlhf.run_folder import write_folder_atomically
+from marlhf.files import write_folder_atomically
 
 # Loading takes a moment here; a bar per model would drown the run's own progress.
 transformers_logging.disable_progress_bar()
@@ -137,8 +137,9 @@ def _load(auto: Any, config: ModelConfig, *, key: str, **extra: Any) -> tuple[An
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise UserError(f"`{key}.path`: {path} could not be loaded: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:  # damaged files raise what transformers, safetensors or json happen to raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"`{key}.path`: {path} could not be loaded: {reason}") from error
     if model.config.pad_token_id is None:
         # Sequence classification refuses batches without one; which token it is never matters here.
         model.config.pad_token_id = 0

@@ -11,8 +11,8 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from marlhf.files import write_bytes_atomically
 from marlhf.report import charts, samples
-from marlhf.report.files import write_whole
 from marlhf.report.reading import Run, read_runs
 from marlhf.report.table import Table
 from marlhf.report.text import decimal, json_for_html, printable
@@ -106,7 +106,7 @@ def build_report(
         differences=_differences(read),
         notes=notes,
     )
-    write_whole(Path(output), page.encode("utf-8"))
+    write_bytes_atomically(Path(output), page.encode("utf-8"))
     return Path(output)
 
 

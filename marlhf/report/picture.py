@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from marlhf.errors import UserError
+from marlhf.files import write_bytes_atomically
 from marlhf.report.charts import Style, styles
-from marlhf.report.files import write_whole
 from marlhf.report.reading import Curve, Run, read_runs
 from marlhf.report.text import printable, shortened
 
@@ -66,7 +66,7 @@ def write_curve_picture(runs: Mapping[str, Path], output: Path) -> Path:
 
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
-    write_whole(Path(output), picture.getvalue())
+    write_bytes_atomically(Path(output), picture.getvalue())
     return Path(output)
 
 

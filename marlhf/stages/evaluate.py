@@ -13,12 +13,13 @@ from torch import Tensor
 from marlhf.config import Config, RolloutConfig
 from marlhf.data import EncodedRow, encode_rows, load_rows, load_tokenizer
 from marlhf.engine import prepare
+from marlhf.files import write_json, write_text_atomically
 from marlhf.models import load_policy, load_reward_model, response_logprobs
 from marlhf.models.loading import check_same_vocabulary
 from marlhf.progress import console
 from marlhf.rewards import scores_of_responses
 from marlhf.rollout import Responses, Rollout, check_rollout, generate, stop_ids
-from marlhf.run_folder import RunFolder, write_json, write_text_atomically
+from marlhf.run_folder import RunFolder
 from marlhf.termination import macro_ids
 
 # Evaluations sample with this seed, whatever the run's seed, so that policies are compared on equal noise.

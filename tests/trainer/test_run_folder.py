@@ -16,7 +16,8 @@ from marlhf import run_folder as module
 from marlhf.config import load_config
 from marlhf.errors import ConfigError
 from marlhf.report.reading import read_run
-from marlhf.run_folder import RunFolder, check_free, write_folder_atomically, write_json, write_text_atomically
+from marlhf.files import write_folder_atomically, write_json, write_text_atomically
+from marlhf.run_folder import RunFolder, check_free
 from tests.trainer.tiny import leftovers, read_jsonl, status
 
 
