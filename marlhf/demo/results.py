@@ -258,8 +258,8 @@ def policy_table(policies: Mapping[str, Mapping[str, Any]]) -> Table:
             ["repeated trigrams", *number("repeated_3", ".1%")],
             ["training, s", *number("wall", ".0f")],
         ],
-        "Per response. Scores are standardised: 0 is the mean of real summaries, 1 their deviation; ± is a 95% interval. "
-        "ROUGE-L is against the real summary.",
+        "Per response. Scores are standardised: 0 is the mean of real summaries, 1 their deviation; ± is a 95% "
+        "interval. ROUGE-L is against the real summary.",
     )
 
 

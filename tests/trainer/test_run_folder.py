@@ -12,11 +12,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from marlhf import run_folder as module
+from marlhf import files as module
 from marlhf.config import load_config
-from marlhf.errors import ConfigError
-from marlhf.report.reading import read_run
+from marlhf.errors import ConfigError, UserError
 from marlhf.files import write_folder_atomically, write_json, write_text_atomically
+from marlhf.report.reading import read_run
 from marlhf.run_folder import RunFolder, check_free
 from tests.trainer.tiny import leftovers, read_jsonl, status
 
@@ -74,8 +74,10 @@ def test_what_json_does_not_know_becomes_null(tmp_path: Path) -> None:
     assert json.loads(text) == {"a": [None, None, 1.5], "b": None, "c": [3, "ü"]}
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
-def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path, failure: type[BaseException]) -> None:
+@pytest.mark.parametrize(("failure", "told"), [(KeyboardInterrupt, KeyboardInterrupt), (OSError, UserError)])
+def test_a_folder_appears_only_when_it_is_complete(
+    tmp_path: Path, failure: type[BaseException], told: type[BaseException]
+) -> None:
     folder = tmp_path / "final"
 
     def broken(path: Path) -> None:
@@ -87,11 +89,11 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path, failure: type
         (path / "a").write_text("first")
         (path / "inner").mkdir()
 
-    with pytest.raises(failure):
+    with pytest.raises(told):
         write_folder_atomically(folder, broken)
     assert list(tmp_path.iterdir()) == []
     write_folder_atomically(folder, whole)
-    with pytest.raises(failure):
+    with pytest.raises(told):
         write_folder_atomically(folder, broken)
     assert sorted(path.name for path in folder.iterdir()) == ["a", "inner"]
     write_folder_atomically(folder, lambda path: (path / "b").write_text("second") and None)
