@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -241,7 +242,7 @@ def test_outside_the_main_thread_it_works_without_signals(tmp_path: Path) -> Non
 def test_the_step_in_the_status_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed outright still says about where it was."""
     now = 100.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     with start(tmp_path / "run") as folder:
         folder.log(1, {"score": 0.5})
         now += 5.0
