@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
@@ -21,6 +23,9 @@ from marlhf.files import write_folder_atomically
 
 # Loading takes a moment here; a bar per model would drown the run's own progress.
 transformers_logging.disable_progress_bar()
+
+# transformers 4.56 renamed the argument.
+DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -132,7 +137,7 @@ def _load(auto: Any, config: ModelConfig, *, key: str, **extra: Any) -> tuple[An
         model, info = auto.from_pretrained(
             path,
             config=model_config,
-            dtype=dtype,
+            **{DTYPE_ARGUMENT: dtype},
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
