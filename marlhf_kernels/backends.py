@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -132,8 +133,7 @@ def select(op: str, args: Sequence[Any]) -> Callable[..., Any]:
     if implementation is None:
         known = ", ".join(sorted(_backends[name].implementations)) or "none"
         raise BackendUnavailableError(
-            f"the {name!r} backend was asked for, but it has no kernel for {op!r} (it has: {known}). Use "
-            "'reference', "
+            f"the {name!r} backend was asked for, but it has no kernel for {op!r} (it has: {known}). Use 'reference', "
             "or ask for no backend and the fastest one that has the op is taken."
         )
     if wide and name != "reference":
@@ -161,17 +161,13 @@ def _automatic(op: str, device: str, wide: bool) -> Callable[..., Any]:
     return reference
 
 
-_warned: set[str] = set()
-
-
+@functools.cache
 def _warn_once(name: str, reason: str) -> None:
-    if name not in _warned:
-        _warned.add(name)
-        warnings.warn(
-            f"marlhf_kernels: the {name!r} backend cannot run ({reason}); the PyTorch reference runs instead.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    warnings.warn(
+        f"marlhf_kernels: the {name!r} backend cannot run ({reason}); the PyTorch reference runs instead.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _why_not(name: str) -> str | None:

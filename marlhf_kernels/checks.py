@@ -27,8 +27,7 @@ def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] | None = None) ->
     kind = type(x)
     if kind is not Tensor and kind is not torch.nn.Parameter and any(c.__name__ == "DTensor" for c in kind.__mro__):
         raise TypeError(
-            f"{name} is a DTensor, and its local shard alone would give a wrong result: pass "
-            f"{name}.full_tensor(), or "
+            f"{name} is a DTensor, and its local shard alone would give a wrong result: pass {name}.full_tensor(), or "
             f"{name}.to_local() where every rank holds whole rows"
         )
     if x.layout is not torch.strided:
@@ -60,9 +59,8 @@ def like(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """`x` has the shape and the device of `other`."""
     if x.shape != other.shape:
         raise ValueError(
-            f"{name} has shape {list(x.shape)}, but {other_name} has {list(other.shape)}; they must be "
-            "equal, "
-            "entry for entry about the same token"
+            f"{name} has shape {list(x.shape)}, but {other_name} has {list(other.shape)}; they must be equal, entry "
+            "for entry about the same token"
         )
     same_device(name, x, other_name, other)
 

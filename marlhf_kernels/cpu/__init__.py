@@ -1,10 +1,10 @@
 """The native CPU backend: C++ functions behind a plain C interface, loaded when one is first needed."""
 
-from marlhf_kernels import backends
+from marlhf_kernels.backends import Backend, register
 from marlhf_kernels.cpu import loader, macro
 
-backends.register(
-    backends.Backend(
+register(
+    Backend(
         name="cpu",
         where="native C++, on CPU tensors",
         implementations={"macro_lengths": macro.macro_lengths},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf_kernels import backends
+from marlhf_kernels.backends import requested, resume, select
 
 NAMESPACE = "marlhf"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -40,7 +40,7 @@ def define(schema: str, fake: Callable[..., Any], *, detached: bool = False) -> 
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     def kernel(*args: Any) -> Any:
-        return backends.select(name, args)(*args)
+        return select(name, args)(*args)
 
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
@@ -65,14 +65,14 @@ def differentiable(op: Any, *, inputs: Sequence[int], save: Save, backward: Back
 
     def forward_saved(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.requested = backends.requested()
+        ctx.requested = requested()
         ctx.num_args = len(args)
         # The differentiated inputs are saved so that a second derivative finds its way to them, and raises.
         ctx.save_for_backward(*(args[i] for i in inputs), *save(ctx, args, results))
 
     def run_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         sources = ctx.saved_tensors[: len(inputs)]
-        with below_autograd(), backends.resume(ctx.requested):
+        with below_autograd(), resume(ctx.requested):
             results = backward(ctx, ctx.saved_tensors, *grads)
         results = first_order(name, results, (*sources, *grads))
         every: list[Tensor | None] = [None] * ctx.num_args

@@ -257,20 +257,16 @@ def _like_ids(macro_ids: Tensor, number: int, *inputs: Tensor | None) -> tuple[T
 
 
 _kl_penalized_rewards = define(
-    "kl_penalized_rewards(Tensor scores, Tensor logprobs, Tensor ref_logprobs, Tensor macro_ids, Tensor "
-    "kl_coef, "
-    "str kl_estimator, Tensor? score_clip, Tensor? cu_seqlens, SymInt? max_seqlen) -> (Tensor rewards, "
-    "Tensor kl)",
+    "kl_penalized_rewards(Tensor scores, Tensor logprobs, Tensor ref_logprobs, Tensor macro_ids, Tensor kl_coef, str "
+    "kl_estimator, Tensor? score_clip, Tensor? cu_seqlens, SymInt? max_seqlen) -> (Tensor rewards, Tensor kl)",
     lambda scores, logprobs, ref_logprobs, macro_ids, *rest: _like_ids(macro_ids, 2, scores, logprobs, ref_logprobs),
     detached=True,
 )
 
 _macro_gae = define(
-    "macro_gae(Tensor rewards, Tensor values, Tensor macro_ids, Tensor gamma, Tensor lam, str "
-    "reward_weights, "
-    "str value_weights, str discount_per, Tensor? bootstrap_values, Tensor? cu_seqlens, SymInt? max_seqlen) "
-    "-> "
-    "(Tensor advantages, Tensor returns)",
+    "macro_gae(Tensor rewards, Tensor values, Tensor macro_ids, Tensor gamma, Tensor lam, str reward_weights, str "
+    "value_weights, str discount_per, Tensor? bootstrap_values, Tensor? cu_seqlens, SymInt? max_seqlen) -> (Tensor "
+    "advantages, Tensor returns)",
     lambda rewards, values, macro_ids, gamma, lam, rw, vw, per, bootstrap, cu_seqlens, max_seqlen: _like_ids(
         macro_ids, 2, rewards, values, bootstrap
     ),
@@ -287,12 +283,10 @@ def _fake_rollout_advantages(
 
 
 _rollout_advantages = define(
-    "rollout_advantages(Tensor scores, Tensor logprobs, Tensor ref_logprobs, Tensor values, Tensor "
-    "macro_ids, "
-    "Tensor kl_coef, str kl_estimator, Tensor? score_clip, Tensor gamma, Tensor lam, str reward_weights, "
-    "str value_weights, str discount_per, Tensor? bootstrap_values, Tensor? cu_seqlens, SymInt? max_seqlen) "
-    "-> "
-    "(Tensor advantages, Tensor returns, Tensor rewards, Tensor kl)",
+    "rollout_advantages(Tensor scores, Tensor logprobs, Tensor ref_logprobs, Tensor values, Tensor macro_ids, Tensor "
+    "kl_coef, str kl_estimator, Tensor? score_clip, Tensor gamma, Tensor lam, str reward_weights, str value_weights, "
+    "str discount_per, Tensor? bootstrap_values, Tensor? cu_seqlens, SymInt? max_seqlen) -> (Tensor advantages, Tensor "
+    "returns, Tensor rewards, Tensor kl)",
     _fake_rollout_advantages,
     detached=True,
 )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marlhf_kernels import checks
+from marlhf_kernels.backends import requested, resume
 from marlhf_kernels.checks import Number
 from marlhf_kernels.ops._registry import define, differentiable, first_order
 from marlhf_kernels.ops.logprobs import temperature_of
@@ -130,8 +131,7 @@ def linear_macro_policy_loss(
     max_seqlen: int | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> PolicyLoss:
-    r"""The policy loss from hidden states: `linear_token_logprobs`, then `macro_policy_loss`, then two
-    penalties.
+    r"""The policy loss from hidden states: `linear_token_logprobs`, then `macro_policy_loss`, then two penalties.
 
     .. math:: L = L_{policy} + \text{kl\_loss\_coef}\;\overline{d^2 / 2} - \text{entropy\_coef}\;\overline{H},
         \qquad d = \log p - \log p_{ref},
@@ -178,13 +178,15 @@ def linear_macro_policy_loss(
     entropy_weight = checks.coefficient("entropy_coef", entropy_coef, old_logprobs)
     kl_weight = checks.coefficient("kl_loss_coef", kl_loss_coef, old_logprobs)
     count = checks.optional_coefficient("token_normalizer", token_normalizer, old_logprobs, at_least=0)
+    temperature = temperature_of(temperature, labels)
+    softcap = checks.optional_coefficient("logit_softcap", logit_softcap, hidden, above=0)
     logprobs, entropy = _logprobs(
         hidden,
         weight,
         action_labels(labels, macro_ids, cu_seqlens, max_seqlen),
         bias,
-        temperature_of(temperature, labels),
-        checks.optional_coefficient("logit_softcap", logit_softcap, hidden, above=0),
+        temperature,
+        softcap,
         with_entropy,
         chunk_tokens,
         vocab_group,
@@ -223,8 +225,7 @@ def _check_head(
     checks.same_device("weight", weight, "hidden", hidden)
     if hidden.dim() < 1 or labels.shape != hidden.shape[:-1]:
         raise ValueError(
-            "hidden must be [..., H] with one row for each label, but hidden has shape "
-            f"{list(hidden.shape)} and "
+            f"hidden must be [..., H] with one row for each label, but hidden has shape {list(hidden.shape)} and "
             f"labels {list(labels.shape)}"
         )
     if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] != hidden.shape[-1]:
@@ -294,9 +295,9 @@ def _fake_linear_token_logprobs(
 
 
 _linear_token_logprobs = define(
-    "linear_token_logprobs(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor temperature, "
-    "Tensor? logit_softcap, bool return_entropy, SymInt? chunk_tokens, Tensor? first_token) -> "
-    "(Tensor logprobs, Tensor entropy, Tensor maximum, Tensor log_sum)",
+    "linear_token_logprobs(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor temperature, Tensor? "
+    "logit_softcap, bool return_entropy, SymInt? chunk_tokens, Tensor? first_token) -> (Tensor logprobs, Tensor "
+    "entropy, Tensor maximum, Tensor log_sum)",
     _fake_linear_token_logprobs,
 )
 
@@ -319,19 +320,17 @@ def _fake_linear_token_logprobs_backward(
 
 
 _linear_token_logprobs_backward = define(
-    "linear_token_logprobs_backward(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor hidden, Tensor "
-    "weight, "
-    "Tensor labels, Tensor? bias, Tensor temperature, Tensor? logit_softcap, SymInt? chunk_tokens, "
-    "Tensor? first_token, Tensor maximum, Tensor log_sum, Tensor entropy, bool need_hidden, bool "
-    "need_weight, "
-    "bool need_bias) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+    "linear_token_logprobs_backward(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor hidden, Tensor weight, Tensor "
+    "labels, Tensor? bias, Tensor temperature, Tensor? logit_softcap, SymInt? chunk_tokens, Tensor? first_token, "
+    "Tensor maximum, Tensor log_sum, Tensor entropy, bool need_hidden, bool need_weight, bool need_bias) -> (Tensor "
+    "grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     _fake_linear_token_logprobs_backward,
     detached=True,
 )
 
 _merge_slices = define(
-    "merge_slices(Tensor slices, Tensor labels, bool return_entropy) -> "
-    "(Tensor logprobs, Tensor entropy, Tensor maximum, Tensor log_sum)",
+    "merge_slices(Tensor slices, Tensor labels, bool return_entropy) -> (Tensor logprobs, Tensor entropy, Tensor "
+    "maximum, Tensor log_sum)",
     lambda slices, labels, return_entropy: (
         slices.new_empty(labels.shape),
         slices.new_empty(labels.shape if return_entropy else (0,)),
@@ -408,12 +407,13 @@ class _VocabularySlices(torch.autograd.Function):
             )
         ctx.set_materialize_grads(False)
         ctx.group, ctx.return_entropy, ctx.chunk_tokens = group, return_entropy, chunk_tokens
-        ctx.dtype = hidden.dtype
+        ctx.dtype, ctx.requested = hidden.dtype, requested()
         wide = hidden.to(result_dtype(hidden, weight, bias))  # so that gradients are summed over ranks unrounded
         own = _linear_token_logprobs(
             wide, weight, labels, bias, temperature, softcap, return_entropy, chunk_tokens, first_token
         )
-        parts = torch.stack([x for x in own if x.shape == labels.shape])
+        logprobs, entropy, maximum, log_sum = own
+        parts = torch.stack((logprobs, *((entropy,) if return_entropy else ()), maximum, log_sum))
         slices = torch.stack(_gather(parts, group))
         logprobs, entropy, maximum, log_sum = _merge_slices(slices, labels, return_entropy)
         ctx.save_for_backward(
@@ -427,7 +427,8 @@ class _VocabularySlices(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, *rest = ctx.saved_tensors
         wide = hidden.to(rest[-1].dtype)
-        grad_hidden, grad_weight, grad_bias = _backward(ctx, (wide, *rest), *grads)
+        with resume(ctx.requested):
+            grad_hidden, grad_weight, grad_bias = _backward(ctx, (wide, *rest), *grads)
         if grad_hidden is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
             grad_hidden = grad_hidden.to(ctx.dtype)

@@ -118,22 +118,21 @@ def _fake_token_logprobs(
 
 
 _token_logprobs = define(
-    "token_logprobs(Tensor logits, Tensor labels, Tensor temperature, Tensor? logit_softcap, bool "
-    "return_entropy, "
-    "bool inplace_backward) -> (Tensor logprobs, Tensor entropy, Tensor maximum, Tensor log_sum)",
+    "token_logprobs(Tensor logits, Tensor labels, Tensor temperature, Tensor? logit_softcap, bool return_entropy, bool "
+    "inplace_backward) -> (Tensor logprobs, Tensor entropy, Tensor maximum, Tensor log_sum)",
     _fake_token_logprobs,
 )
 
 _token_logprobs_backward = define(
-    "token_logprobs_backward(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, Tensor labels, "
-    "Tensor temperature, Tensor? logit_softcap, Tensor maximum, Tensor log_sum, Tensor entropy) -> Tensor",
+    "token_logprobs_backward(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, Tensor labels, Tensor "
+    "temperature, Tensor? logit_softcap, Tensor maximum, Tensor log_sum, Tensor entropy) -> Tensor",
     lambda grad_logprobs, grad_entropy, logits, *rest: logits.new_empty(logits.shape),
     detached=True,
 )
 
 _token_logprobs_backward_ = define(
-    "token_logprobs_backward_(Tensor(a!) logits, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor labels, "
-    "Tensor temperature, Tensor? logit_softcap, Tensor maximum, Tensor log_sum, Tensor entropy) -> ()",
+    "token_logprobs_backward_(Tensor(a!) logits, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor labels, Tensor "
+    "temperature, Tensor? logit_softcap, Tensor maximum, Tensor log_sum, Tensor entropy) -> ()",
     lambda *args: None,
 )
 

@@ -80,8 +80,7 @@ def macro_broadcast(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Give every token what its macro action has: `x[b, t] = macro_x[b, macro_ids[b, t]]`, 0 where the id is
-    -1.
+    """Give every token what its macro action has: `x[b, t] = macro_x[b, macro_ids[b, t]]`, 0 where it is -1.
 
     Args:
         macro_x: `[B, K]`, any dtype.
@@ -153,8 +152,7 @@ def result_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 _macro_reduce = define(
-    "macro_reduce(Tensor x, Tensor macro_ids, str weights, Tensor discount, SymInt? num_macros, Tensor? "
-    "cu_seqlens, "
+    "macro_reduce(Tensor x, Tensor macro_ids, str weights, Tensor discount, SymInt? num_macros, Tensor? cu_seqlens, "
     "SymInt? max_seqlen) -> Tensor",
     lambda x, macro_ids, weights, discount, num_macros, cu_seqlens, max_seqlen: _fake_rows(
         macro_ids, cu_seqlens, num_macros, result_dtype(x)
@@ -162,8 +160,8 @@ _macro_reduce = define(
 )
 
 _macro_reduce_backward = define(
-    "macro_reduce_backward(Tensor grad, Tensor macro_ids, str weights, Tensor discount, Tensor? cu_seqlens, "
-    "SymInt? max_seqlen, ScalarType dtype) -> Tensor",
+    "macro_reduce_backward(Tensor grad, Tensor macro_ids, str weights, Tensor discount, Tensor? cu_seqlens, SymInt? "
+    "max_seqlen, ScalarType dtype) -> Tensor",
     lambda grad, macro_ids, weights, discount, cu_seqlens, max_seqlen, dtype: macro_ids.new_empty(
         macro_ids.shape, dtype=dtype
     ),

@@ -153,10 +153,8 @@ def _fake_macro_policy_loss(
 
 
 policy_loss = define(
-    "macro_policy_loss(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor macro_ids, Tensor "
-    "clip_low, "
-    "Tensor clip_high, Tensor? dual_clip, str ratio_level, str normalize_by, Tensor? normalizer, Tensor? "
-    "cu_seqlens, "
+    "macro_policy_loss(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor macro_ids, Tensor clip_low, "
+    "Tensor clip_high, Tensor? dual_clip, str ratio_level, str normalize_by, Tensor? normalizer, Tensor? cu_seqlens, "
     "SymInt? max_seqlen) -> (Tensor loss, Tensor statistics, Tensor gradient, Tensor count)",
     _fake_macro_policy_loss,
 )
@@ -200,10 +198,9 @@ def _fake_policy_penalty(
 
 
 policy_penalty = define(
-    "policy_penalty(Tensor logprobs, Tensor? entropy, Tensor? ref_logprobs, Tensor macro_ids, "
-    "Tensor entropy_coef, Tensor kl_loss_coef, Tensor? normalizer, Tensor? cu_seqlens, SymInt? max_seqlen) "
-    "-> "
-    "(Tensor loss, Tensor grad_logprobs, Tensor grad_entropy, Tensor count)",
+    "policy_penalty(Tensor logprobs, Tensor? entropy, Tensor? ref_logprobs, Tensor macro_ids, Tensor entropy_coef, "
+    "Tensor kl_loss_coef, Tensor? normalizer, Tensor? cu_seqlens, SymInt? max_seqlen) -> (Tensor loss, Tensor "
+    "grad_logprobs, Tensor grad_entropy, Tensor count)",
     _fake_policy_penalty,
 )
 """kl_loss_coef mean(d^2 / 2) - entropy_coef mean(entropy) over action tokens, d = logprobs - ref_logprobs."""

@@ -279,9 +279,8 @@ def _validate_row(row: int, ids: Tensor) -> None:
         reason = "the first action token of a sequence has id 0"
     else:
         reason = (
-            f"the action token before it, in column {int(columns[at - 1])}, has id {int(chosen[at - 1])}, "
-            "and ids "
-            "rise by 0 or 1"
+            f"the action token before it, in column {int(columns[at - 1])}, has id {int(chosen[at - 1])}, and ids rise "
+            "by 0 or 1"
         )
     raise ValueError(f"macro_ids is broken at row {row}, column {column}: id {value}; {reason}")
 

@@ -106,10 +106,9 @@ def _fake_macro_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, 
 
 
 _macro_value_loss = define(
-    "macro_value_loss(Tensor values, Tensor old_values, Tensor returns, Tensor macro_ids, Tensor? clip, str "
-    "level, "
-    "str value_weights, str normalize_by, Tensor? normalizer, Tensor? cu_seqlens, SymInt? max_seqlen) -> "
-    "(Tensor loss, Tensor clip_fraction, Tensor gradient, Tensor count)",
+    "macro_value_loss(Tensor values, Tensor old_values, Tensor returns, Tensor macro_ids, Tensor? clip, str level, str "
+    "value_weights, str normalize_by, Tensor? normalizer, Tensor? cu_seqlens, SymInt? max_seqlen) -> (Tensor loss, "
+    "Tensor clip_fraction, Tensor gradient, Tensor count)",
     _fake_macro_value_loss,
 )
 

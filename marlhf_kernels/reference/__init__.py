@@ -1,6 +1,6 @@
 """The definition of every op in plain PyTorch, for any device; the other backends are held to it."""
 
-from marlhf_kernels import backends
+from marlhf_kernels.backends import Backend, register
 from marlhf_kernels.reference import (
     advantages,
     linear,
@@ -12,8 +12,8 @@ from marlhf_kernels.reference import (
     whiten,
 )
 
-backends.register(
-    backends.Backend(
+register(
+    Backend(
         name="reference",
         where="plain PyTorch, on any device",
         implementations={

@@ -1,5 +1,4 @@
-"""Both layouts as one: tokens end to end, with the place of every token, and slots for what belongs to a
-macro action.
+"""Both layouts as one: tokens end to end, the place of each, and slots for what belongs to a macro action.
 
 The id of a token's macro action is at most the token's position in its sequence, so the macro actions of a
 sequence fit in a run of slots as long as the sequence: macro action k of the sequence that starts at flat
@@ -46,7 +45,7 @@ class Sequences:
             self.inside = None
         else:
             self.num_rows = cu_seqlens.shape[0] - 1
-            if not cu_seqlens.is_cuda:
+            if device.type == "cpu":
                 _check_cu_seqlens(cu_seqlens, self.num_tokens)
             self.offsets = cu_seqlens.long().clamp(0, self.num_tokens)
             row = torch.searchsorted(self.offsets[1:], index, right=True)

@@ -39,7 +39,6 @@ class RowBlock:
         self.here = (self.valid & (column >= 0) & (column < logits.shape[1])).unsqueeze(1)  # [n, 1]
         self.column = torch.where(self.here, column.unsqueeze(1), 0)  # [n, 1]
         self.temperature = temperature.unsqueeze(1) if temperature.dim() else temperature
-        self.cap = softcap
         self.tanh: Tensor | None = None
         x = logits.to(dtype)
         if softcap is not None:

@@ -88,8 +88,7 @@ class Tokens(Sequences):
         return self.before[:-1] - self.before[self.start]
 
     def widest(self) -> int:
-        """An upper bound of the number of chosen tokens in a sequence; the padded width, unless reading is
-        cheap.
+        """At least the number of chosen tokens of every sequence: exact on a CPU, else the padded width.
 
         For packed sequences on a GPU nothing on the host bounds it, and this waits for the device.
         """
