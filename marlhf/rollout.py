@@ -4,6 +4,7 @@ Everything is aligned to response tokens: entry t of every `[B, T]` tensor speak
 Prompts are left-padded to P tokens and responses right-padded to T.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -95,16 +96,22 @@ def check_rollout(config: RolloutConfig, *, key: str, scored: bool) -> None:
             raise ConfigError(f"`{key}.{name}` is {getattr(config, name)}; it must be at least 1")
     if config.generation_batch_size is not None and config.generation_batch_size < 1:
         raise ConfigError(f"`{key}.generation_batch_size` must be at least 1, or null for all at once")
-    if config.temperature < 0 or (scored and config.temperature == 0):
+    if scored and not 0 < config.temperature < math.inf:
         raise ConfigError(
             f"`{key}.temperature` is {config.temperature}; PPO samples from and scores softmax(logits / temperature), "
             "so it must be above 0"
         )
+    if not 0 <= config.temperature < math.inf:
+        raise ConfigError(f"`{key}.temperature` is {config.temperature}; it must be above 0, or 0 for the likeliest token")
     if scored and (config.top_k != 0 or config.top_p != 1.0):
         raise ConfigError(
             f"`{key}`: top_k is {config.top_k} and top_p is {config.top_p}, which sample another distribution "
             "than the one PPO scores; set top_k=0 and top_p=1.0"
         )
+    if config.top_k < 0:
+        raise ConfigError(f"`{key}.top_k` is {config.top_k}; it must be at least 1, or 0 for all tokens")
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"`{key}.top_p` is {config.top_p}; it must be above 0 and at most 1")
 
 
 def stop_ids(tokenizer: Any, config: RolloutConfig) -> list[int]:

@@ -53,8 +53,12 @@ def check_optimizer(config: OptimizerConfig, *, key: str) -> None:
         value = getattr(config, name)
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"`{key}.{name}` is {value}; it must be above 0")
-    if config.warmup_steps < 0 or config.weight_decay < 0:
-        raise ConfigError(f"`{key}`: warmup_steps and weight_decay must not be negative")
+    for name in ("warmup_steps", "weight_decay"):
+        value = getattr(config, name)
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"`{key}.{name}` is {value}; it must not be negative")
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise ConfigError(f"`{key}.betas` is {tuple(config.betas)}; both must be at least 0 and below 1")
 
 
 class Optimizer:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils import logging as transformers_logging
 
 from marlhf.config import ModelConfig, one_of, require
+from marlhf.data import load_tokenizer
 from marlhf.engine import disable_dropout
 from marlhf.errors import UserError
 from marlhf.files import write_folder_atomically
@@ -111,25 +112,55 @@ def save_model(model: Any, tokenizer: Any, path: Path) -> None:
     write_folder_atomically(path, fill)
 
 
-def check_same_vocabulary(policy: Any, scorer: Any, *, key: str) -> None:
-    """UserError if a reward model cannot read the policy's token ids."""
-    ours, theirs = policy.config.vocab_size, scorer.config.vocab_size
-    if ours != theirs:
-        raise UserError(
-            f"`{key}`: its vocabulary has {theirs} tokens and the policy's has {ours}; "
-            "train the reward model from the same base as the policy"
-        )
-
-
-def _load(auto: Any, config: ModelConfig, *, key: str, **extra: Any) -> tuple[Any, set[str]]:
+def check_model(config: ModelConfig, *, key: str) -> None:
+    """UserError for settings that cannot work: no path, a folder that is not there or holds no model."""
     path = require(config.path, key=f"{key}.path", hint="a model folder or a Hugging Face model name")
-    dtype = DTYPES[one_of(config.dtype, list(DTYPES), key=f"{key}.dtype")]
+    one_of(config.dtype, list(DTYPES), key=f"{key}.dtype")
     one_of(config.attn_implementation, ("sdpa", "eager", "flash_attention_2"), key=f"{key}.attn_implementation")
     folder = Path(path)
     if not folder.is_dir() and (folder.is_absolute() or path.startswith(".") or path.count("/") != 1):
         raise UserError(f"`{key}.path`: there is no model folder {path}{_hint_for_stage(folder)}")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UserError(f"`{key}.path`: {path} holds no config.json, so it is not a saved model")
+
+
+def check_fits(model: Any, tokenizer: Any, *, key: str, longest: int) -> None:
+    """UserError if a model has no embedding for a token, or no position for the last of `longest` tokens."""
+    embedded = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > embedded:
+        raise UserError(
+            f"`{key}`: the tokenizer has {len(tokenizer)} tokens, but the model embeds {embedded}; resize its "
+            "embeddings, or use the tokenizer that it came with"
+        )
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"`{key}`: a prompt with its response is up to {longest} tokens long, but the model has {positions} "
+            "positions; lower data.max_prompt_tokens, or the length of responses"
+        )
+
+
+def check_same_vocabulary(policy: Any, scorer: Any, tokenizer: Any, config: ModelConfig, *, key: str) -> None:
+    """UserError if a reward model cannot read the policy's token ids: it has more or fewer, or means others by them."""
+    ours, theirs = policy.config.vocab_size, scorer.config.vocab_size
+    hint = "train the reward model from the same base as the policy"
+    if ours != theirs:
+        raise UserError(f"`{key}`: its vocabulary has {theirs} tokens and the policy's has {ours}; {hint}")
+    try:
+        other = load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
+    except UserError:  # a reward model may be saved without its tokenizer; there is then nothing to compare
+        return
+    meant = {index: token for token, index in other.get_vocab().items()}
+    for token, index in tokenizer.get_vocab().items():
+        if meant.get(index, token) != token:
+            raise UserError(
+                f"`{key}`: its tokenizer is not the policy's (token {index} is {meant[index]!r}, not {token!r}); {hint}"
+            )
+
+
+def _load(auto: Any, config: ModelConfig, *, key: str, **extra: Any) -> tuple[Any, set[str]]:
+    check_model(config, key=key)
+    path, dtype = config.path, DTYPES[config.dtype]
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         for name, value in extra.items():

@@ -1,5 +1,7 @@
 """The coefficient of the KL penalty."""
 
+import math
+
 from marlhf.errors import ConfigError
 
 
@@ -11,9 +13,9 @@ class KLController:
     """
 
     def __init__(self, coefficient: float, *, target: float | None = None, horizon: int = 10000) -> None:
-        if coefficient < 0:
+        if not 0 <= coefficient < math.inf:
             raise ConfigError(f"`ppo.kl_coef` is {coefficient}; it must not be negative")
-        if target is not None and target <= 0:
+        if target is not None and not target > 0:
             raise ConfigError(f"`ppo.kl_target` is {target}; it must be above 0, or null for a fixed coefficient")
         if target is not None and horizon <= 0:
             raise ConfigError(f"`ppo.kl_horizon` is {horizon}; it must be above 0")

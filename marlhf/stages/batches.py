@@ -13,10 +13,18 @@ def check_batches(stage: SFTConfig | RewardConfig, *, key: str) -> None:
     for name in ("batch_size", "epochs", "eval_every"):
         if getattr(stage, name) < 1:
             raise ConfigError(f"`{key}.{name}` is {getattr(stage, name)}; it must be at least 1")
+    if stage.eval_rows < 0:
+        raise ConfigError(f"`{key}.eval_rows` is {stage.eval_rows}; it must be at least 0")
     for name in ("microbatch_size", "max_steps"):
         value = getattr(stage, name)
         if value is not None and value < 1:
             raise ConfigError(f"`{key}.{name}` is {value}; it must be at least 1, or null")
+
+
+def longest(*parts: Sequence[EncodedRow]) -> int:
+    """Tokens of the longest prompt with one of its responses."""
+    rows = (row for part in parts for row in part)
+    return max((len(row.prompt_ids) + max(map(len, row.response_ids.values())) for row in rows), default=0)
 
 
 def step_count(rows: int, stage: SFTConfig | RewardConfig) -> int:

@@ -1,12 +1,14 @@
 """Measuring a policy on held-out prompts, and showing what it wrote."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from marlhf.data import EncodedRow, encode_rows, load_rows, load_tokenizer
 from marlhf.engine import prepare
 from marlhf.files import write_json, write_text_atomically
 from marlhf.models import load_policy, load_reward_model, response_logprobs
-from marlhf.models.loading import check_same_vocabulary
+from marlhf.models.loading import check_fits, check_model, check_same_vocabulary
 from marlhf.progress import console
 from marlhf.rewards import scores_of_responses
 from marlhf.rollout import Responses, Rollout, check_rollout, generate, stop_ids
@@ -134,12 +136,27 @@ def sample_record(
         "step": step,
         "prompt": row.row["prompt"] if isinstance(row.row["prompt"], str) else json.dumps(row.row["prompt"]),
         "response": tokenizer.decode(tokens, skip_special_tokens=True),
-        "tokens": [tokenizer.decode([token]) for token in tokens],
+        "tokens": token_texts(tokenizer, tokens),
         "macro_ids": ids[index][mask].tolist(),
         "score": found.scores[index].item(),
         "kl": found.kl[index].item(),
         "reference": reference if isinstance(reference, str) else None,
     }
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text; of a character made of several tokens, the last one shows it.
+
+    Decoding token by token would lose leading spaces under some tokenizers.
+    """
+    texts: list[str] = []
+    shown = ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        whole = text.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}")
+        texts.append(text[len(shown) :] if whole else "")
+        shown = text if whole else shown
+    return texts
 
 
 def print_rollout(rollout: Rollout, tokenizer: Any, *, rows: int) -> None:
@@ -159,9 +176,10 @@ def print_rollout(rollout: Rollout, tokenizer: Any, *, rows: int) -> None:
             rollout.advantages,
             rollout.returns,
         )
-        for t in range(int(rollout.lengths[i])):
+        length = int(rollout.lengths[i])
+        for t, text in enumerate(token_texts(tokenizer, rollout.response_ids[i, :length].tolist())):
             table.add_row(
-                ascii(tokenizer.decode([rollout.response_ids[i, t].item()]))[1:-1].replace("[", r"\["),
+                escape(ascii(text)[1:-1]),
                 str(rollout.macro_ids[i, t].item()),
                 *(f"{column[i, t].item():.3f}" for column in columns),
             )
@@ -172,11 +190,16 @@ def run_generate(config: Config) -> Path:
     """Writes one response of `generate.model` per prompt of `generate.data` to a JSONL file."""
     stage = config.generate
     check_rollout(stage.rollout, key="generate.rollout", scored=False)
+    check_model(stage.model, key="generate.model")
     device = prepare(config)
     tokenizer = load_tokenizer(stage.model.path, trust_remote_code=stage.model.trust_remote_code)
     rows = [row for part in load_rows(stage.data, fields=("prompt",)) for row in part]
     encoded, _ = encode_rows(rows, tokenizer, stage.data, responses=())
+    if not encoded:
+        raise DataError("generate: no prompt is left; see data.on_long_prompt")
     model = load_policy(stage.model, key="generate.model", device=device).eval()
+    longest = max(len(row.prompt_ids) for row in encoded) + stage.rollout.max_new_tokens
+    check_fits(model, tokenizer, key="generate.model", longest=longest)
     lines = []
     for start in range(0, len(encoded), stage.rollout.batch_size):
         part = encoded[start : start + stage.rollout.batch_size]
@@ -203,6 +226,8 @@ def run_evaluate(config: Config) -> Path:
     """Measures `evaluate.model` on held-out prompts and writes the means to a JSON file."""
     stage = config.evaluate
     check_rollout(stage.rollout, key="evaluate.rollout", scored=False)
+    for name in ("model", "reference", "reward_model"):
+        check_model(getattr(stage, name), key=f"evaluate.{name}")
     device = prepare(config)
     tokenizer = load_tokenizer(stage.model.path, trust_remote_code=stage.model.trust_remote_code)
     train_rows, validation_rows = load_rows(stage.data, fields=("prompt",))
@@ -210,7 +235,10 @@ def run_evaluate(config: Config) -> Path:
     policy = load_policy(stage.model, key="evaluate.model", device=device)
     reference = load_policy(stage.reference, key="evaluate.reference", device=device)
     reward_model = load_reward_model(stage.reward_model, key="evaluate.reward_model", device=device)
-    check_same_vocabulary(policy, reward_model, key="evaluate.reward_model")
+    check_same_vocabulary(policy, reward_model, tokenizer, stage.reward_model, key="evaluate.reward_model")
+    longest = max(len(row.prompt_ids) for row in rows) + stage.rollout.max_new_tokens
+    for name, model in (("model", policy), ("reference", reference), ("reward_model", reward_model)):
+        check_fits(model, tokenizer, key=f"evaluate.{name}", longest=longest)
     found = measure(
         rows,
         policy=policy,

@@ -15,7 +15,7 @@ from marlhf.data import encode_rows, epochs, load_rows, load_tokenizer
 from marlhf.engine import Optimizer, check_optimizer, freeze, next_seed, prepare, rollout_generator
 from marlhf.errors import ConfigError, DataError
 from marlhf.models import check_head, load_critic, load_policy, load_reward_model, response_logprobs, response_values
-from marlhf.models.loading import check_same_vocabulary, save_model
+from marlhf.models.loading import check_fits, check_model, check_same_vocabulary, save_model
 from marlhf.progress import Clock, console, loops
 from marlhf.rewards import KLController
 from marlhf.rollout import Rollout, check_rollout, complete, generate, stop_ids
@@ -24,6 +24,11 @@ from marlhf.stages.evaluate import evaluate_policy, print_rollout
 from marlhf.stages.ppo_metrics import UpdateMetrics, level_unit, rollout_metrics, unit_count
 from marlhf.termination import check_termination
 from marlhf_kernels import macro_policy_loss, macro_value_loss
+
+
+# How rewards and values of one macro action become one number.
+SUMS = ("sum", "discounted_sum", "last")
+AVERAGES = ("mean", "first", "last", "position", "position_reversed")
 
 
 def run_ppo(config: Config) -> Path:
@@ -40,9 +45,12 @@ def run_ppo(config: Config) -> Path:
         raise DataError(f"ppo: {len(train)} prompts are fewer than ppo.rollout.batch_size={ppo.rollout.batch_size}")
     policy = load_policy(ppo.model, key="ppo.model", device=device)
     check_head(policy, key="ppo.model")
+    longest = max(len(row.prompt_ids) for row in train + validation) + ppo.rollout.max_new_tokens
+    check_fits(policy, tokenizer, key="ppo.model", longest=longest)
     reference = load_policy(ppo.model, key="ppo.model", device=device).eval()
     reward_model = load_reward_model(ppo.reward_model, key="ppo.reward_model", device=device).eval()
-    check_same_vocabulary(policy, reward_model, key="ppo.reward_model")
+    check_same_vocabulary(policy, reward_model, tokenizer, ppo.reward_model, key="ppo.reward_model")
+    check_fits(reward_model, tokenizer, key="ppo.reward_model", longest=longest)
     critic = load_critic(reward_model, head=ppo.critic_head)
     freeze(reference.parameters())
     freeze(reward_model.parameters())
@@ -184,9 +192,14 @@ def check_ppo(config: PPOConfig) -> None:
     check_termination(config.termination, key="ppo.termination")
     check_optimizer(config.policy_optimizer, key="ppo.policy_optimizer")
     check_optimizer(config.critic_optimizer, key="ppo.critic_optimizer")
+    check_model(config.model, key="ppo.model")
+    check_model(config.reward_model, key="ppo.reward_model")
     for name in ("iterations", "ppo_epochs", "minibatches", "eval_every"):
         if getattr(config, name) < 1:
             raise ConfigError(f"`ppo.{name}` is {getattr(config, name)}; it must be at least 1")
+    for name in ("eval_rows", "samples_per_eval", "rollout_table"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"`ppo.{name}` is {getattr(config, name)}; it must be at least 0")
     if config.minibatches > config.rollout.batch_size:
         raise ConfigError(
             f"`ppo.minibatches` is {config.minibatches}, more than the {config.rollout.batch_size} prompts of a "
@@ -202,6 +215,24 @@ def check_ppo(config: PPOConfig) -> None:
     one_of(config.critic_head, ("reward", "zero"), key="ppo.critic_head")
     if config.normalize_by is not None:
         one_of(config.normalize_by, ("tokens", "macros", "sequences"), key="ppo.normalize_by")
+    one_of(config.value_weights, AVERAGES, key="ppo.value_weights")
+    one_of(config.reward_weights, (*SUMS, *AVERAGES), key="ppo.reward_weights")
+    if config.reward_weights not in SUMS:
+        raise ConfigError(
+            f"`ppo.reward_weights` is {config.reward_weights!r}, but the score is paid on the last token of a macro "
+            f"action, which an average divides or leaves out; use one of {', '.join(SUMS)}"
+        )
+    for name in ("gamma", "lam"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"`ppo.{name}` is {getattr(config, name)}; it must be from 0 to 1")
+    for name in ("clip_low", "clip_high", "value_clip"):
+        value = getattr(config, name)
+        if value is not None and not value >= 0:
+            raise ConfigError(f"`ppo.{name}` is {value}; it must be at least 0")
+    if config.score_clip is not None and not config.score_clip > 0:
+        raise ConfigError(f"`ppo.score_clip` is {config.score_clip}; it must be above 0, or null for no clipping")
+    if config.dual_clip is not None and not config.dual_clip > 1 + config.clip_high:
+        raise ConfigError(f"`ppo.dual_clip` is {config.dual_clip}; it must be above 1 + clip_high, or null")
     KLController(config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
 
 

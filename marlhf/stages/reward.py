@@ -13,9 +13,10 @@ from marlhf.data import EncodedRow, drop_equal_pairs, encode_rows, epochs, load_
 from marlhf.engine import Optimizer, check_optimizer, prepare
 from marlhf.errors import ConfigError
 from marlhf.models import load_reward_model, save_model, sequence_scores
+from marlhf.models.loading import check_fits, check_model
 from marlhf.progress import loops
 from marlhf.run_folder import RunFolder, check_free
-from marlhf.stages.batches import check_batches, describe_batches, microbatches, step_count
+from marlhf.stages.batches import check_batches, describe_batches, longest, microbatches, step_count
 
 
 def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -35,6 +36,7 @@ def run_reward(config: Config) -> Path:
     if reward.center_coef < 0:
         raise ConfigError(f"`reward.center_coef` is {reward.center_coef}; it must not be negative")
     check_free(reward.run_folder, key="reward.run_folder")
+    check_model(reward.model, key="reward.model")
     device = prepare(config)
     tokenizer = load_tokenizer(reward.model.path, trust_remote_code=reward.model.trust_remote_code)
     train_rows, validation_rows = load_rows(reward.data, fields=("prompt", "chosen", "rejected"))
@@ -45,6 +47,7 @@ def run_reward(config: Config) -> Path:
     train, counts["dropped_equal_pair"] = drop_equal_pairs(train)
     validation, _ = drop_equal_pairs(validation)
     model = load_reward_model(reward.model, key="reward.model", device=device, fresh_head=True, seed=config.seed)
+    check_fits(model, tokenizer, key="reward.model", longest=longest(train, validation))
     total = step_count(len(train), reward)
     describe_batches("reward", rows=len(train), held_out=len(validation), counts=counts, stage=reward, total=total)
 

@@ -9,9 +9,10 @@ from marlhf.config import Config, SFTConfig
 from marlhf.data import EncodedRow, encode_rows, epochs, load_rows, load_tokenizer, sft_batch
 from marlhf.engine import Optimizer, check_optimizer, prepare
 from marlhf.models import check_head, load_policy, save_model, token_nll
+from marlhf.models.loading import check_fits, check_model
 from marlhf.progress import loops
 from marlhf.run_folder import RunFolder, check_free
-from marlhf.stages.batches import check_batches, describe_batches, microbatches, step_count
+from marlhf.stages.batches import check_batches, describe_batches, longest, microbatches, step_count
 
 
 def run_sft(config: Config) -> Path:
@@ -24,6 +25,7 @@ def run_sft(config: Config) -> Path:
     check_batches(sft, key="sft")
     check_optimizer(sft.optimizer, key="sft.optimizer")
     check_free(sft.run_folder, key="sft.run_folder")
+    check_model(sft.model, key="sft.model")
     device = prepare(config)
     tokenizer = load_tokenizer(sft.model.path, trust_remote_code=sft.model.trust_remote_code)
     train_rows, validation_rows = load_rows(sft.data, fields=("prompt", "response"))
@@ -31,6 +33,7 @@ def run_sft(config: Config) -> Path:
     validation, _ = encode_rows(validation_rows[: sft.eval_rows], tokenizer, sft.data, responses=("response",))
     model = load_policy(sft.model, key="sft.model", device=device, dropout=True)
     check_head(model.eval(), key="sft.model")
+    check_fits(model, tokenizer, key="sft.model", longest=longest(train, validation))
     total = step_count(len(train), sft)
     describe_batches("sft", rows=len(train), held_out=len(validation), counts=counts, stage=sft, total=total)
 

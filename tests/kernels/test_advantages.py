@@ -46,6 +46,13 @@ def test_k3_is_never_negative():
     ids = torch.arange(512, dtype=torch.int32).expand(4, -1)
     _, kl = mk.kl_penalized_rewards(torch.zeros(4), lp, ref, ids, kl_coef=1.0, kl_estimator="k3")
     assert kl.min() >= 0.0
+    # Near 0 the log-probabilities are finer than their difference's square: rounding must not win.
+    d = torch.logspace(-14, 1, 20000)[None]
+    ids = torch.arange(20000, dtype=torch.int32)[None]
+    for lp, ref in ((torch.zeros_like(d), d), (-d, torch.zeros_like(d))):
+        for a, b in ((lp, ref), (ref, lp)):
+            _, kl = mk.kl_penalized_rewards(torch.zeros(1), a, b, ids, kl_coef=1.0, kl_estimator="k3")
+            assert kl.min() >= 0.0
 
 
 def test_score_on_the_last_action_token():
