@@ -102,7 +102,9 @@ def check_rollout(config: RolloutConfig, *, key: str, scored: bool) -> None:
             "so it must be above 0"
         )
     if not 0 <= config.temperature < math.inf:
-        raise ConfigError(f"`{key}.temperature` is {config.temperature}; it must be above 0, or 0 for the likeliest token")
+        raise ConfigError(
+            f"`{key}.temperature` is {config.temperature}; it must be above 0, or 0 for the likeliest token"
+        )
     if scored and (config.top_k != 0 or config.top_p != 1.0):
         raise ConfigError(
             f"`{key}`: top_k is {config.top_k} and top_p is {config.top_p}, which sample another distribution "

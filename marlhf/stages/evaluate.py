@@ -15,6 +15,7 @@ from torch import Tensor
 from marlhf.config import Config, RolloutConfig
 from marlhf.data import EncodedRow, encode_rows, load_rows, load_tokenizer
 from marlhf.engine import prepare
+from marlhf.errors import DataError
 from marlhf.files import write_json, write_text_atomically
 from marlhf.models import load_policy, load_reward_model, response_logprobs
 from marlhf.models.loading import check_fits, check_model, check_same_vocabulary
@@ -232,6 +233,8 @@ def run_evaluate(config: Config) -> Path:
     tokenizer = load_tokenizer(stage.model.path, trust_remote_code=stage.model.trust_remote_code)
     train_rows, validation_rows = load_rows(stage.data, fields=("prompt",))
     rows, _ = encode_rows(validation_rows or train_rows, tokenizer, stage.data, responses=())
+    if not rows:
+        raise DataError("evaluate: no prompt is left; see data.on_long_prompt")
     policy = load_policy(stage.model, key="evaluate.model", device=device)
     reference = load_policy(stage.reference, key="evaluate.reference", device=device)
     reward_model = load_reward_model(stage.reward_model, key="evaluate.reward_model", device=device)

@@ -25,7 +25,6 @@ from marlhf.stages.ppo_metrics import UpdateMetrics, level_unit, rollout_metrics
 from marlhf.termination import check_termination
 from marlhf_kernels import macro_policy_loss, macro_value_loss
 
-
 # How rewards and values of one macro action become one number.
 SUMS = ("sum", "discounted_sum", "last")
 AVERAGES = ("mean", "first", "last", "position", "position_reversed")
