@@ -107,6 +107,8 @@ def randomized_ngram(
             the CPU.
     """
     rows = _check_mask(mask, cu_seqlens, max_seqlen)
+    if not isinstance(lengths, Sequence):
+        raise TypeError(f"lengths must be a sequence of ints, got {type(lengths).__name__}")
     whole_numbers = [isinstance(n, int) and not isinstance(n, bool) for n in (*lengths, repeats)]
     if not all(whole_numbers):
         raise TypeError(f"lengths and repeats must be ints, got {tuple(lengths)} and {repeats!r}")
@@ -304,6 +306,8 @@ def _length_table(lengths: Sequence[Sequence[int]] | Tensor, rows: int) -> Tenso
         if lengths.dim() != 2 or lengths.shape[0] != rows:
             raise ValueError(f"lengths must be [B, L] with B = {rows} sequences, got shape {list(lengths.shape)}")
         return lengths.detach().long()
+    if not isinstance(lengths, Sequence) or not all(isinstance(row, Sequence) for row in lengths):
+        raise TypeError(f"lengths must be a list of lists of ints or an int32 tensor [B, L], got {lengths!r}")
     listed = [list(row) for row in lengths]
     if len(listed) != rows:
         raise ValueError(f"lengths has {len(listed)} lists, but there are {rows} sequences")
