@@ -391,9 +391,10 @@ def test_the_critic_may_start_at_zero(scorer: Any) -> None:
 def test_models_of_other_vocabularies_do_not_fit(scorers: dict[str, Path], tiny_tokenizer: Any, tmp_path: Path) -> None:
     ours = save_policy(tmp_path / "policy", tiny_tokenizer, vocab_size=len(tiny_tokenizer) + 1)
     policy = load_policy(ModelConfig(path=str(ours)), key="ppo.model", device=CPU)
-    scorer = load_reward_model(ModelConfig(path=str(scorers["gpt2"])), key="ppo.reward_model", device=CPU)
+    config = ModelConfig(path=str(scorers["gpt2"]))
+    scorer = load_reward_model(config, key="ppo.reward_model", device=CPU)
     with pytest.raises(UserError, match=rf"`ppo.reward_model`.* {len(tiny_tokenizer)} .* {len(tiny_tokenizer) + 1}"):
-        check_same_vocabulary(policy, scorer, key="ppo.reward_model")
+        check_same_vocabulary(policy, scorer, tiny_tokenizer, config, key="ppo.reward_model")
 
 
 # Saved folders

@@ -216,6 +216,39 @@ def test_an_interruption_while_a_run_ends_by_itself_is_not_lost(
     assert status(tmp_path / "run")["state"] == "finished"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_step_is_recorded_whole_before_a_signal_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The status names the step of the last line of metrics, at whatever moment of writing it the signal comes."""
+    original = os.write
+
+    def interrupted(descriptor: int, data: bytes) -> int:
+        kill(number)
+        return original(descriptor, data)
+
+    def work() -> None:
+        monkeypatch.setattr(os, "write", interrupted)
+        folder.log(4, {"score": 0.5})
+        pytest.fail("the signal was lost")
+
+    folder = start(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt), folder:
+        work()
+    assert read_jsonl(folder.path / "metrics.jsonl")[-1]["step"] == 4
+    assert (status(folder.path)["state"], status(folder.path)["step"]) == ("interrupted", 4)
+
+
+def test_a_signal_while_the_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(module, "write_text_atomically", interrupting(signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", step=1, work=lambda: None)
+    assert status(tmp_path / "run")["state"] == "interrupted"
+    assert leftovers(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_signal_that_was_ignored_from_the_start_stays_so(tmp_path: Path) -> None:
     """As in the background of a shell without job control, or under nohup."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
