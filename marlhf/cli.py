@@ -1,6 +1,7 @@
 """The command line: one command per stage over one YAML, overridden by `section.key=value` words."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +86,9 @@ def main() -> None:
 
 
 def _guarded(work: Callable[[], None]) -> None:
-    """Runs a command: a user's mistake is one message and exit code 2, Ctrl-C is exit code 130."""
+    """Runs a command: a user's mistake is one message and exit code 2, Ctrl-C or SIGTERM is exit code 130."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from marlhf.errors import UserError
 

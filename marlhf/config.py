@@ -284,7 +284,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     for origin, layer in layers:
         _refuse_unknown_keys(layer, Config, origin)
         try:
-            merged = OmegaConf.merge(merged, layer)
+            merged.merge_with(layer)
         except OmegaConfBaseException as error:
             key = f"`{error.full_key}`: " if error.full_key else ""
             raise ConfigError(f"{origin}: {key}{str(error).splitlines()[0]}") from error

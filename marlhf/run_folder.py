@@ -37,27 +37,25 @@ class RunFolder:
     """One stage's folder, used as a context manager around the stage's loop.
 
     Leaving the block records how the run ended in `status.json`: `finished`, `interrupted` (Ctrl-C or
-    SIGTERM) or `failed`, with the step that it had reached. A second signal waits until that is written: Ctrl-C
-    in a terminal reaches a stage and its parent alike, and the parent then stops the stage once more.
+    SIGTERM) or `failed`, with the step that it had reached. Signals wait while a step is being written, and a
+    second one until the end is recorded: Ctrl-C in a terminal reaches a stage and its parent alike, and the parent
+    then stops the stage once more.
     """
 
     def __init__(self, path: str | Path, *, config: object, stage: str, total_steps: int, key: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.path = check_free(path, key=key)
         self.stage = stage
         self.total_steps = total_steps
         self.step = 0
+        self._config = config
         self._started = time.monotonic()
         self._status_written = -math.inf
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self.path / "config.yaml", to_yaml(config))
-        self._tensorboard = SummaryWriter(str(self.path / "tensorboard"))
+        self._tensorboard: Any = None
         self._files: dict[str, int] = {}
         self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._writing = False
         self._winding_up = False
-        self._interrupted_again = False
-        self._write_status("running", "")
+        self._interrupted = False
 
     @property
     def final(self) -> Path:
@@ -65,11 +63,20 @@ class RunFolder:
         return self.path / "final"
 
     def __enter__(self) -> "RunFolder":
+        from torch.utils.tensorboard import SummaryWriter
+
         # Only the main thread can handle signals; and who started this with one ignored wants it ignored.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._previous_handlers[number] = signal.signal(number, self._interrupt)
+        try:
+            write_text_atomically(self.path / "config.yaml", to_yaml(self._config))
+            self._write_status("running", "")
+            self._tensorboard = SummaryWriter(str(self.path / "tensorboard"))
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(
@@ -80,34 +87,43 @@ class RunFolder:
     ) -> None:
         self._winding_up = True
         where = f"{self.stage}: step {self.step} of {self.total_steps}"
-        if error is None:
-            self._write_status("finished", "")
-        elif isinstance(error, KeyboardInterrupt):
-            self._write_status(
-                "interrupted",
-                f"stopped on request at {where}; metrics up to there are complete, final/ "
-                + ("was written" if self.final.exists() else "was not written"),
-            )
-        else:
-            self._write_status("failed", f"{where}: {type(error).__name__}: {error}")
-        self._tensorboard.close()
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-        if self._interrupted_again and error is None:
+        try:
+            if error is None:
+                self._write_status("finished", "")
+            elif isinstance(error, KeyboardInterrupt):
+                self._write_status(
+                    "interrupted",
+                    f"stopped on request at {where}; metrics up to there are complete, final/ "
+                    + ("was written" if self.final.exists() else "was not written"),
+                )
+            else:
+                self._write_status("failed", f"{where}: {type(error).__name__}: {error}")
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        finally:
+            for descriptor in self._files.values():
+                os.close(descriptor)
+            self._files.clear()
+            for number, handler in self._previous_handlers.items():
+                signal.signal(number, handler)
+        if self._interrupted and error is None:
             raise KeyboardInterrupt
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one line of metrics and the same numbers to TensorBoard; `step` counts from 1."""
-        self.step = step
         line = {"stage": self.stage, "step": step, "seconds": round(time.monotonic() - self._started, 3)}
-        self._append("metrics.jsonl", {**line, **metrics})
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(name if "/" in name else f"{self.stage}/{name}", value, step)
-        if time.monotonic() - self._status_written > 1.0:
-            self._write_status("running", "")
+        self._writing = True
+        try:
+            self._append("metrics.jsonl", {**line, **metrics})
+            self.step = step
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name if "/" in name else f"{self.stage}/{name}", value, step)
+            if time.monotonic() - self._status_written > 1.0:
+                self._write_status("running", "")
+        finally:
+            self._writing = False
+        if self._interrupted:
+            raise KeyboardInterrupt
 
     def sample(self, record: Mapping[str, object]) -> None:
         """Appends one sampled response."""
@@ -125,8 +141,8 @@ class RunFolder:
         os.write(self._files[name], line.encode("utf-8", errors="backslashreplace"))
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
-        if self._winding_up:
-            self._interrupted_again = True
+        if self._winding_up or self._writing:
+            self._interrupted = True
             return
         self._winding_up = True
         raise KeyboardInterrupt

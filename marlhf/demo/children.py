@@ -2,12 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from marlhf.errors import UserError
 from marlhf.progress import Loop, loops
@@ -42,7 +46,9 @@ def run_side_by_side(jobs: Sequence[Job], *, config: Path, logs: Path, at_once: 
             while waiting or running:
                 while waiting and len(running) < at_once:
                     job = waiting.pop(0)
-                    running.append((job, _start(job, config, logs), shown.start(job.name, job.steps)))
+                    loop = shown.start(job.name, job.steps)
+                    with _signals_wait():
+                        running.append((job, _start(job, config, logs), loop))
                 time.sleep(0.3)
                 for entry in list(running):
                     job, process, loop = entry
@@ -55,6 +61,24 @@ def run_side_by_side(jobs: Sequence[Job], *, config: Path, logs: Path, at_once: 
                         raise UserError(f"{job.name} failed; from {_log(job, logs)}:\n{_last_words(job, logs)}")
         finally:
             _stop([process for _, process, _ in running])
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Holds Ctrl-C and SIGTERM back inside the block, so that no process is started and then forgotten."""
+    received: list[tuple[Any, ...]] = []
+    previous: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(signal.getsignal(number)):
+                previous[number] = signal.signal(number, lambda *arguments: received.append(arguments))
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    for number, frame in received[:1]:
+        previous[number](number, frame)
 
 
 def _start(job: Job, config: Path, logs: Path) -> "subprocess.Popen[bytes]":

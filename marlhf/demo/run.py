@@ -112,7 +112,7 @@ def run_demo(folder: Path, *, seed: int = 0, scale: str = "full") -> Path:
 
     sections.start("Test split")
     report = write_results(folder, config, splits["test"][: settings.test_rows], device, sections.seconds)
-    console.print(f"Report: {report}", highlight=False, markup=False)
+    console.print(f"Report: {report}", highlight=False, markup=False, soft_wrap=True)
     return report
 
 

@@ -106,6 +106,9 @@ def _schedule(config: OptimizerConfig, total_steps: int) -> Callable[[int], floa
     return factor
 
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Sets every dropout probability of a model to 0, so that it computes the same in train and eval mode.
 
@@ -113,7 +116,7 @@ def disable_dropout(model: nn.Module) -> None:
     Attention modules hold their probability as a number that acts in train mode only.
     """
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DROPOUTS):
             module.p = 0.0
         for name in ("attention_dropout", "attn_dropout", "dropout", "dropout_p", "activation_dropout"):
             if isinstance(getattr(module, name, None), float):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,9 @@ def run_generate(config: Config) -> Path:
     check_model(stage.model, key="generate.model")
     device = prepare(config)
     tokenizer = load_tokenizer(stage.model.path, trust_remote_code=stage.model.trust_remote_code)
-    rows = [row for part in load_rows(stage.data, fields=("prompt",)) for row in part]
+    # Every row gets its response, in the order of the file.
+    rows, held_out = load_rows(replace(stage.data, validation_fraction=0.0), fields=("prompt",))
+    rows += held_out
     encoded, _ = encode_rows(rows, tokenizer, stage.data, responses=())
     if not encoded:
         raise DataError("generate: no prompt is left; see data.on_long_prompt")
@@ -219,7 +221,7 @@ def run_generate(config: Config) -> Path:
             lines.append(json.dumps(record, ensure_ascii=False))
     output = Path(stage.output)
     write_text_atomically(output, "\n".join(lines) + "\n")
-    console.print(f"{len(lines)} responses written to {output}", highlight=False, markup=False)
+    console.print(f"{len(lines)} responses written to {output}", highlight=False, markup=False, soft_wrap=True)
     return output
 
 
