@@ -97,7 +97,7 @@ def _guarded(work: Callable[[], None]) -> None:
         print(f"marlhf: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("marlhf: stopped; the run folder's status.json says where", file=sys.stderr)
+        print("marlhf: stopped; a run that had begun says in its folder's status.json where", file=sys.stderr)
         sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] in {"marlhf", "marlhf_kernels"}:

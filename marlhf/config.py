@@ -337,5 +337,7 @@ def _refuse_unknown_keys(layer: DictConfig, section: type, origin: str, prefix: 
         inner = value.get(key) if isinstance(value, dict) else None
         if isinstance(inner, dict):
             _refuse_unknown_keys(OmegaConf.create(inner), cast(type, kind), origin, f"{prefix}{name}.")
+        elif inner is None:
+            raise ConfigError(f"{origin}: the section `{prefix}{name}` is empty; give it keys or take it out")
         else:
             raise ConfigError(f"{origin}: `{prefix}{name}` is a section with keys of its own, not {inner!r}")

@@ -9,5 +9,9 @@ class ConfigError(UserError):
     """A configuration value is unknown, missing or contradicts another."""
 
 
+class DivergedError(UserError):
+    """Training produced numbers that are not finite, and cannot go on."""
+
+
 class DataError(UserError):
     """A data file or data set cannot be used; the message names the file and line."""

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from marlhf.config import PPOConfig, RolloutConfig
 from marlhf.data import left_pad
-from marlhf.errors import ConfigError
+from marlhf.errors import ConfigError, DivergedError
 from marlhf.models import response_logprobs, response_values
 from marlhf.rewards import penalise_missing_stop, scores_of_responses
 from marlhf.termination import macro_ids
@@ -118,7 +118,13 @@ def check_rollout(config: RolloutConfig, *, key: str, scored: bool) -> None:
 
 def stop_ids(tokenizer: Any, config: RolloutConfig) -> list[int]:
     """The token ids that end a response."""
-    if config.stop_token_ids:
+    if config.stop_token_ids is not None:
+        outside = [token for token in config.stop_token_ids if not 0 <= token < len(tokenizer)]
+        if outside or not config.stop_token_ids:
+            raise ConfigError(
+                f"`rollout.stop_token_ids` is {list(config.stop_token_ids)}; write token ids below the vocabulary's "
+                f"{len(tokenizer)}, or null for the tokenizer's end-of-sequence token"
+            )
         return list(config.stop_token_ids)
     if tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no end-of-sequence token; set rollout.stop_token_ids")
@@ -167,11 +173,7 @@ def generate(
             model.generation_config = settings
             for start in range(0, len(prompts), size):
                 ids, mask = left_pad([list(prompt) for prompt in prompts[start : start + size]], pad_id)
-                output = model.generate(
-                    input_ids=ids.to(device),
-                    attention_mask=mask.to(device).long(),
-                    generation_config=settings,
-                )
+                output = _sample(model, ids.to(device), mask.to(device).long(), settings)
                 generated.append(output[:, ids.shape[1] :])
         finally:
             model.generation_config = saved_defaults
@@ -180,6 +182,17 @@ def generate(
     prompt_ids, prompt_mask = left_pad([list(prompt) for prompt in prompts], pad_id)
     lengths = torch.cat([torch.full((part.shape[0],), part.shape[1]) for part in generated]).to(device)
     return cut_after_stop(prompt_ids.to(device), prompt_mask.to(device), ids, lengths, stops=stops, pad_id=pad_id)
+
+
+def _sample(model: Any, ids: Tensor, mask: Tensor, settings: GenerationConfig) -> Tensor:
+    try:
+        return model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise DivergedError(
+            "the policy's probabilities are not finite: its weights diverged. Lower the learning rate"
+        ) from error
 
 
 def cut_after_stop(

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -30,7 +31,12 @@ def check_free(path: str | Path, *, key: str) -> Path:
             f"`{key}`: {folder} is not empty, and a run does not overwrite another. "
             f"Name another folder ({key}=...), or delete this one first"
         )
-    return folder
+    parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            return folder
+    except OSError as error:
+        raise ConfigError(f"`{key}`: nothing can be written to {parent}: {error.strerror}") from error
 
 
 class RunFolder:

@@ -1,6 +1,7 @@
 """What a training loop needs around the arithmetic: device, seeds, optimiser, schedule, steps."""
 
 import math
+import os
 import random
 from collections.abc import Callable, Iterable
 
@@ -10,7 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from marlhf.config import Config, OptimizerConfig, one_of
-from marlhf.errors import ConfigError
+from marlhf.errors import ConfigError, DivergedError
 
 # Ranks draw different noise and shuffle data alike: each rank's rollout seed is `seed + rank * RANK_PRIME`.
 RANK_PRIME = 100_003
@@ -19,9 +20,12 @@ RANK_PRIME = 100_003
 def prepare(config: Config) -> torch.device:
     """Sets threads and seeds, and returns the device to run on; ConfigError if there is no such device."""
     if config.threads is not None:
-        if config.threads < 1:
-            raise ConfigError(f"`threads` is {config.threads}; it must be at least 1")
+        most = max(64, 4 * (os.cpu_count() or 1))
+        if not 1 <= config.threads <= most:
+            raise ConfigError(f"`threads` is {config.threads}; it must be from 1 to {most}")
         torch.set_num_threads(config.threads)
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"`seed` is {config.seed}; it must be from 0 to {2**32 - 1}")
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     name = config.device
@@ -31,6 +35,8 @@ def prepare(config: Config) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"`device` is {name!r}; write auto, cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"`device` is {name!r}; write auto, cpu, cuda or cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"`device` is {name!r}, but this PyTorch sees no GPU; write device=cpu or device=auto")
     return device
@@ -83,8 +89,16 @@ class Optimizer:
         return float(self.schedule.get_last_lr()[0])
 
     def step(self) -> Tensor:
-        """Clips, steps, zeroes the gradients and advances the schedule; returns the norm before clipping."""
+        """Clips, steps, zeroes the gradients and advances the schedule; returns the norm before clipping.
+
+        Raises DivergedError, with the weights as they were, if the gradient is not finite.
+        """
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise DivergedError(
+                f"the gradient is not finite at a learning rate of {self.learning_rate:g}; lower the learning rate, "
+                "or look for inf or NaN in the scores and the data"
+            )
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         self.schedule.step()

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from marlhf.config import ModelConfig, one_of, require
 from marlhf.data import load_tokenizer
 from marlhf.engine import disable_dropout
-from marlhf.errors import UserError
+from marlhf.errors import DivergedError, UserError
 from marlhf.files import write_folder_atomically
 
 # Loading takes a moment here; a bar per model would drown the run's own progress.
@@ -103,7 +103,13 @@ def scalar_head(model: Any, *, key: str) -> nn.Linear:
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
-    """Writes safetensors, configuration and tokenizer to a folder that appears only once it is complete."""
+    """Writes safetensors, configuration and tokenizer to a folder that appears only once it is complete.
+
+    Raises DivergedError for weights that are not finite: whoever loads them would not be told.
+    """
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise DivergedError(f"{path} is not written: {name} is not finite; lower the learning rate")
 
     def fill(folder: Path) -> None:
         model.save_pretrained(folder, safe_serialization=True)

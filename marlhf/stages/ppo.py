@@ -4,6 +4,7 @@ With `termination.rule: token` every token is an action (Schulman et al., arXiv 
 values, advantages and returns are those of macro actions of n tokens (Chai et al., arXiv 2410.02743).
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,11 @@ def run_ppo(config: Config) -> Path:
     train, counts = encode_rows(train_rows, tokenizer, ppo.data, responses=())
     validation, _ = encode_rows(validation_rows[: ppo.eval_rows], tokenizer, ppo.data, responses=())
     if len(train) < ppo.rollout.batch_size:
-        raise DataError(f"ppo: {len(train)} prompts are fewer than ppo.rollout.batch_size={ppo.rollout.batch_size}")
+        dropped = counts["dropped_long_prompt"]
+        why = f" ({dropped} were longer than ppo.data.max_prompt_tokens and dropped)" if dropped else ""
+        raise DataError(
+            f"ppo: {len(train)} prompts{why} are fewer than ppo.rollout.batch_size={ppo.rollout.batch_size}"
+        )
     policy = load_policy(ppo.model, key="ppo.model", device=device)
     check_head(policy, key="ppo.model")
     longest = max(len(row.prompt_ids) for row in train + validation) + ppo.rollout.max_new_tokens
@@ -230,6 +235,10 @@ def check_ppo(config: PPOConfig) -> None:
             raise ConfigError(f"`ppo.{name}` is {value}; it must be at least 0")
     if config.score_clip is not None and not config.score_clip > 0:
         raise ConfigError(f"`ppo.score_clip` is {config.score_clip}; it must be above 0, or null for no clipping")
+    if config.missing_stop_penalty is not None and not 0 <= config.missing_stop_penalty < math.inf:
+        raise ConfigError(
+            f"`ppo.missing_stop_penalty` is {config.missing_stop_penalty}; it must be at least 0, or null for none"
+        )
     if config.dual_clip is not None and not config.dual_clip > 1 + config.clip_high:
         raise ConfigError(f"`ppo.dual_clip` is {config.dual_clip}; it must be above 1 + clip_high, or null")
     KLController(config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
