@@ -54,6 +54,16 @@ def _peaked(vocab: int) -> LogitCase:
     return LogitCase(f"target 12 above the rest, V {vocab}", rows, labels)
 
 
+def _likely_and_far_from_zero(centre: float) -> LogitCase:
+    # Log-probabilities near 0 out of logits near -200: a maximum added to log S before the difference is taken
+    # rounds away more than the budget of such small numbers allows.
+    rows = noise(16, 17, centre)
+    labels = _spread_labels(16, 17)
+    for row, y in zip(rows, labels, strict=True):
+        row[y] += 5.0
+    return LogitCase(f"likely labels, logits near {centre:.0f}", rows, labels)
+
+
 def _banned(vocab: int) -> LogitCase:
     rows = noise(3, vocab)
     for row in rows:
@@ -81,6 +91,7 @@ CASES = [
     _random("softcap 1, logits near -50, V 17", 3, 17, -50.0, 1.0, logit_softcap=1.0),
     _random("softcap and temperature", 3, 33, 0.0, 4.0, logit_softcap=5.0, temperature=0.7),
     *(_peaked(v) for v in (17, 1000)),
+    *(_likely_and_far_from_zero(c) for c in (-200.0, 200.0)),
     *(_banned(v) for v in (5, 33)),
     *(_ignored(v) for v in (5, 33)),
     LogitCase("no rows", [], []),

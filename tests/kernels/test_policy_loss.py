@@ -46,9 +46,11 @@ def test_clip_by_hand(ratio, advantage, loss, slope, clipped, level):
 
 
 def test_two_sided_clip():
-    """clip_low and clip_high are separate: 1.5 with A = 1 and high .3 -> -1.3; .5 with A = -1 and low .1 -> .9."""
-    out, _ = loss_and_grad([1.5, 0.5], [1.0, -1.0], [0, 1], clip_low=0.1, clip_high=0.3)
-    assert_close([out.loss], [(-1.3 + 0.9) / 2])
+    """clip_low and clip_high are separate: 1.5 with A = 1 and high .3 -> -1.3; .5 with A = -1 and low .05 -> .95."""
+    clips = {"clip_low": 0.05, "clip_high": 0.3}
+    for ratio, advantage, loss in ((1.5, 1.0, -1.3), (0.5, -1.0, 0.95)):
+        out, _ = loss_and_grad([ratio], [advantage], [0], **clips)
+        assert_close([out.loss], [loss])
 
 
 @pytest.mark.parametrize(("level", "ratio"), [("macro", 1.1 * 1.2 * 0.9), ("macro_mean", (1.1 * 1.2 * 0.9) ** (1 / 3))])

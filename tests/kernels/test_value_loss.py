@@ -23,7 +23,8 @@ NAN = math.nan
     [
         (1.0, 1.0, 0.32, 0.0, 1.0),
         (1.0, 0.5, 0.125, 0.5, 0.0),
-        (-1.0, -1.0, 0.32, 0.0, 1.0),
+        (1.0, 0.9, 0.245, 0.0, 1.0),
+        (-1.0, -0.9, 0.245, 0.0, 1.0),
         (0.1, 1.0, 0.405, -0.9, 0.0),
     ],
 )
@@ -124,8 +125,9 @@ def test_normalisers_by_hand():
 def test_inside_the_range_nothing_is_clipped(backend):
     """|V - V_old| < c in float32: the clipped term may not win by a rounding and switch the gradient off."""
     torch.manual_seed(0)
-    old = torch.randn(1, 20000)
-    v = (old + 0.19 * (2 * torch.rand(1, 20000) - 1)).requires_grad_()
+    # Values much finer than their distance from the old ones: old + (V - old) is not V there.
+    old = (0.05 * torch.randn(1, 20000)).clamp(-0.19, 0.19)
+    v = (0.001 * torch.randn(1, 20000)).clamp(-0.005, 0.005).requires_grad_()
     target = torch.randn(1, 20000)
     out = mk.macro_value_loss(v, old, target, torch.zeros(1, 20000, dtype=torch.int32), normalizer=1.0)
     out.loss.backward()
