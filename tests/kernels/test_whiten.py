@@ -11,6 +11,7 @@ from tests.cases import oracle
 from tests.cases.compare import assert_close
 from tests.cases.precision import wide
 from tests.cases.ranks import run_ranks
+from tests.cases.tensors import numbers
 
 pytestmark = pytest.mark.usefixtures("backend")
 NAN = math.nan
@@ -75,6 +76,12 @@ def test_large_mean_does_not_cancel():
     want = oracle.masked_whiten(x.double().tolist(), [True] * 4096)
     # One float32 step at 1000 is 6e-5, 6e-3 of the spread; the mean can err by a part of that.
     assert max(abs(a - b) for a, b in zip(out.tolist(), want, strict=True)) < 1e-2
+
+
+def test_epsilon_stands_under_the_root():
+    """[0, 2e-4] has variance 1e-8: as much as the 1e-8 added to it, so the result is -+1/sqrt(2)."""
+    out = mk.masked_whiten(numbers([0.0, 2e-4]), torch.ones(1, 2, dtype=torch.bool))
+    assert out[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-6)
 
 
 def test_equal_numbers_whiten_to_zero():

@@ -222,20 +222,38 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
     places = _Places()
     tree = ast.parse(source)
     places.visit(tree)
+    parents = _surroundings(tree)
     seen: dict[tuple[str, str, str, str], int] = {}
     out = []
     for function, node in places.found:
         for kind, replacement in _variants(node):
-            before, after = _text(node), _text(replacement)
-            label = (function, kind, before, after)
-            seen[label] = seen.get(label, 0) + 1
+            # A bare number says nothing: such a change is told by the expression around it.
+            told = parents[node] if isinstance(node, ast.Constant) and node in parents else None
+            before = _text(told or node)
             # The tree is shared by all mutants: put the change in, write it out, take it back.
             changed = _Replace(node, replacement).visit(tree)
             text = ast.unparse(ast.fix_missing_locations(changed))
+            after = _text(told or replacement)
             _Replace(replacement, node).visit(tree)
+            label = (function, kind, before, after)
+            seen[label] = seen.get(label, 0) + 1
             if after != before:
                 line = getattr(node, "lineno", 0)
                 out.append(Mutant(module, function, line, kind, before, after, seen[label], text))
+    return out
+
+
+def _surroundings(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    """For each number the expression it stands in, past the slices, tuples and signs right around it."""
+    above = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+    out: dict[ast.AST, ast.AST] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            parent = above.get(node)
+            while isinstance(parent, (ast.Slice, ast.Tuple, ast.UnaryOp, ast.keyword)):
+                parent = above.get(parent)
+            if isinstance(parent, ast.expr):
+                out[node] = parent
     return out
 
 

@@ -75,7 +75,7 @@ class MutantLoop:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """The original first: it must be green, unless an earlier call saw that. Then every mutant, until the time is over."""
+        """The original first, which must be green (or was in an earlier call); then every mutant, until time is up."""
         if session.testsfailed:
             self.tell("", "red", "collection", 0.0)
             return True
