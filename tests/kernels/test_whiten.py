@@ -118,8 +118,8 @@ RANK_CASES = {
 
 def _whiten_on_rank(rank, world):
     out = {}
-    for name, (numbers, options) in RANK_CASES.items():
-        x = torch.tensor(numbers[rank], dtype=wide())
+    for name, (rows, options) in RANK_CASES.items():
+        x = torch.tensor(rows[rank], dtype=wide())
         group = torch.distributed.group.WORLD
         out[name] = mk.masked_whiten(x, ~x.isnan(), group=group, **options).tolist()
     # Only rank 0 does this: were a collective inside, it would wait for rank 1 until the time-out.

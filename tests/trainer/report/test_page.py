@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-import marlhf.report.files
+import marlhf.files
 from marlhf.errors import UserError
 from marlhf.report import Table, build_report
 from tests.trainer.report.folders import (
@@ -286,7 +286,7 @@ def test_a_page_that_cannot_be_completed_leaves_the_old_one(tmp_path, monkeypatc
     def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(marlhf.report.files.os, "replace", full)
+    monkeypatch.setattr(marlhf.files.os, "replace", full)
     with pytest.raises(UserError, match="No space left"):
         build_report({"run": folder}, output, title="new")
     assert output.read_bytes() == before
