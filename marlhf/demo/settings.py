@@ -102,7 +102,8 @@ def demo_config(folder: str, settings: Settings, *, seed: int) -> dict[str, obje
             "eval_every": max(1, settings.reward_steps // 4),
         },
         "ppo": {
-            "data": rows,
+            # Encoding all rows takes longer than an iteration, and few of them become prompts.
+            "data": {**rows, "limit": 4 * settings.ppo_iterations * settings.ppo_batch},
             "rollout": rollout,
             "termination": {"rule": "fixed", "n": MACRO_ACTION_TOKENS},
             "policy_optimizer": {"learning_rate": 6e-4},
