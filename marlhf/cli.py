@@ -41,7 +41,7 @@ def main() -> None:
                 from marlhf.config import load_config
 
                 loaded = load_config(config, overrides or [])
-                print(getattr(importlib.import_module(module), function)(loaded))
+                print("written:", getattr(importlib.import_module(module), function)(loaded))
 
             _guarded(work)
 
@@ -50,6 +50,15 @@ def main() -> None:
     stage_command("ppo", "PPO or macro-action PPO against a reward model.", "marlhf.stages.ppo", "run_ppo")
     stage_command("generate", "Write responses for prompts.", "marlhf.stages.evaluate", "run_generate")
     stage_command("evaluate", "Measure a policy on held-out prompts.", "marlhf.stages.evaluate", "run_evaluate")
+
+    @app.command("config", help="Print the configuration with every key and default spelt out.")
+    def show(overrides: overrides_argument = None, config: config_option = None) -> None:  # type: ignore[valid-type]
+        def work() -> None:
+            from marlhf.config import load_config, to_yaml
+
+            print(to_yaml(load_config(config, overrides or [])), end="")
+
+        _guarded(work)
 
     @app.command("report", help="One offline HTML page about one or several run folders.")
     def report(
@@ -65,7 +74,7 @@ def main() -> None:
             if len(names) < len(folders):
                 names = {str(folder): folder for folder in folders}
             title = "marlhf: " + ", ".join(names)
-            print(build_report(names, output or folders[0] / "report.html", title=title))
+            print("written:", build_report(names, output or folders[0] / "report.html", title=title))
 
         _guarded(work)
 

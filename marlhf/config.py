@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Optional, cast, get_args, get_type_hints
+from typing import Any, Optional, TypeVar, cast, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,6 +18,8 @@ from marlhf.errors import ConfigError
 
 # OmegaConf's structured configs read `Optional[...]`; `X | None` is not understood by every supported version.
 # ruff: noqa: UP045
+
+Section = TypeVar("Section")
 
 
 @dataclass
@@ -214,13 +216,18 @@ class PPOConfig:
     """Responses per iteration whose tokens are printed one by one with everything computed for them."""
 
 
+def _same_as(section: str, kind: type[Section]) -> Section:
+    """A section whose every key refers to the same key of another one."""
+    return kind(**{entry.name: f"${{{section}.{entry.name}}}" for entry in fields(cast(Any, kind))})
+
+
 @dataclass
 class GenerateConfig:
     """Responses of a trained policy for prompts from a file."""
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="${ppo.run_folder}/final"))
-    data: DataConfig = field(default_factory=DataConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=lambda: _same_as("ppo.data", DataConfig))
+    rollout: RolloutConfig = field(default_factory=lambda: _same_as("ppo.rollout", RolloutConfig))
     output: str = "${run_folder}/generated.jsonl"
 
 
@@ -231,8 +238,9 @@ class EvaluateConfig:
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="${ppo.run_folder}/final"))
     reference: ModelConfig = field(default_factory=lambda: ModelConfig(path="${sft.run_folder}/final"))
     reward_model: ModelConfig = field(default_factory=lambda: ModelConfig(path="${reward.run_folder}/final"))
-    data: DataConfig = field(default_factory=DataConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=lambda: _same_as("ppo.data", DataConfig))
+    """The rows that it holds out are measured; `validation_fraction: 0` measures all of `train`."""
+    rollout: RolloutConfig = field(default_factory=lambda: _same_as("ppo.rollout", RolloutConfig))
     output: str = "${run_folder}/evaluation.json"
 
 

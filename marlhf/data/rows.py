@@ -34,8 +34,8 @@ def load_rows(config: DataConfig, *, fields: Sequence[str]) -> tuple[list[Row], 
     with `chat_template` also a list of {"role", "content"} messages; the others are text that is not blank.
 
     Without validation rows of its own, a source gives up about `validation_fraction` of its rows: a row's
-    side depends on nothing but a hash of its prompt and its response or chosen response, so it is the same
-    in every stage. At a fraction above 0, two rows or more leave at least one on each side.
+    side depends on nothing but a hash of its prompt, so that no stage trains on a prompt that another one
+    holds out. At a fraction above 0, two rows or more leave at least one on each side.
 
     Raises ConfigError for a contradiction in `config`, and DataError naming file and line for rows that
     cannot be used.
@@ -310,7 +310,6 @@ def _hold_out(rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
 
 
 def _place(row: Row) -> float:
-    """Where in [0, 1) a row stands by its prompt and, where it has one, its response or chosen response."""
-    response = next((row[name] for name in ("response", "chosen") if isinstance(row.get(name), str)), "")
-    text = json.dumps([row.get("prompt"), response], sort_keys=True)
+    """Where in [0, 1) a row stands by its prompt."""
+    text = json.dumps(row.get("prompt"), sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48

@@ -23,7 +23,9 @@ from marlhf.errors import DivergedError, UserError
 from marlhf.files import write_folder_atomically
 
 # Loading takes a moment here; a bar per model would drown the run's own progress.
+# What it warns of, such as a head that is meant to be new, is checked below with a message of our own.
 transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
 
 # transformers 4.56 renamed the argument.
 DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
@@ -141,8 +143,8 @@ def check_fits(model: Any, tokenizer: Any, *, key: str, longest: int) -> None:
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise UserError(
-            f"`{key}`: a prompt with its response is up to {longest} tokens long, but the model has {positions} "
-            "positions; lower data.max_prompt_tokens, or the length of responses"
+            f"`{key}`: a prompt with its response may take {longest} tokens, but the model has {positions} positions; "
+            "lower rollout.max_new_tokens, data.max_response_tokens or data.max_prompt_tokens"
         )
 
 

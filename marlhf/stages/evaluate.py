@@ -27,6 +27,7 @@ from marlhf.termination import macro_ids
 
 # Evaluations sample with this seed, whatever the run's seed, so that policies are compared on equal noise.
 EVALUATION_SEED = 20_240_101
+ROLLOUT_TABLE_WIDTH = 110
 
 
 @dataclass
@@ -184,7 +185,8 @@ def print_rollout(rollout: Rollout, tokenizer: Any, *, rows: int) -> None:
                 str(rollout.macro_ids[i, t].item()),
                 *(f"{column[i, t].item():.3f}" for column in columns),
             )
-        console.print(table)
+        # Numbers are never cut, however narrow a pipe says it is.
+        console.print(table, width=max(console.width, ROLLOUT_TABLE_WIDTH), crop=False, soft_wrap=True)
 
 
 def run_generate(config: Config) -> Path:
@@ -226,7 +228,11 @@ def run_generate(config: Config) -> Path:
 
 
 def run_evaluate(config: Config) -> Path:
-    """Measures `evaluate.model` on held-out prompts and writes the means to a JSON file."""
+    """Measures `evaluate.model` on held-out prompts and writes the means over responses to a JSON file.
+
+    `score` is under the reward model, centred on the responses it was trained to prefer, with the half-width of
+    its 95% interval; `kl` is the summed log-probability ratio to `evaluate.reference`, in nats per response.
+    """
     stage = config.evaluate
     check_rollout(stage.rollout, key="evaluate.rollout", scored=False)
     for name in ("model", "reference", "reward_model"):
@@ -244,6 +250,8 @@ def run_evaluate(config: Config) -> Path:
     longest = max(len(row.prompt_ids) for row in rows) + stage.rollout.max_new_tokens
     for name, model in (("model", policy), ("reference", reference), ("reward_model", reward_model)):
         check_fits(model, tokenizer, key=f"evaluate.{name}", longest=longest)
+    which = "those held out" if validation_rows else "none held out"
+    console.print(f"evaluate: {len(rows)} of {len(train_rows) + len(validation_rows)} rows, {which}")
     found = measure(
         rows,
         policy=policy,
@@ -257,7 +265,7 @@ def run_evaluate(config: Config) -> Path:
     result = {
         "rows": n,
         **found.summary(),
-        "score_interval_95": 1.96 * found.scores.std(correction=1).item() / n**0.5 if n > 1 else None,
+        "score_half_width_95": 1.96 * found.scores.std(correction=1).item() / n**0.5 if n > 1 else None,
     }
     output = Path(stage.output)
     write_json(output, result)

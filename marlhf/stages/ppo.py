@@ -45,7 +45,8 @@ def run_ppo(config: Config) -> Path:
         dropped = counts["dropped_long_prompt"]
         why = f" ({dropped} were longer than ppo.data.max_prompt_tokens and dropped)" if dropped else ""
         raise DataError(
-            f"ppo: {len(train)} prompts{why} are fewer than ppo.rollout.batch_size={ppo.rollout.batch_size}"
+            f"ppo: {len(train)} prompts{why} are fewer than ppo.rollout.batch_size={ppo.rollout.batch_size} "
+            f"({len(validation)} more are held out); lower the batch size"
         )
     policy = load_policy(ppo.model, key="ppo.model", device=device)
     check_head(policy, key="ppo.model")
@@ -103,7 +104,7 @@ def run_ppo(config: Config) -> Path:
             metrics.update(clock.metrics(tokens=int(rollout.lengths.sum())))
             run.log(iteration, metrics)
             print_rollout(rollout, tokenizer, rows=ppo.rollout_table)
-            loop.advance(f"score {metrics['score']:.2f}, KL {metrics['kl']:.1f}")
+            loop.advance(f"score {metrics['score']:.2f}, KL {metrics['kl']:.2f}")
 
         # 5. The trained policy, as transformers alone can load it, and the critic beside it.
         save_model(critic, tokenizer, run.path / "critic")

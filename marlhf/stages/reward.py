@@ -68,7 +68,8 @@ def run_reward(config: Config) -> Path:
             if validation and (step % reward.eval_every == 0 or step == total):
                 metrics.update(evaluate(model, validation, reward, tokenizer.pad_token_id))
             run.log(step, metrics)
-            loop.advance(f"loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.2f}")
+            held_out = f", held-out {metrics['eval/accuracy']:.2f}" if "eval/accuracy" in metrics else ""
+            loop.advance(f"training loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.2f}{held_out}")
 
         # 3. Centre the scores on reference responses, and save both with the weights.
         centre(model, validation or train, reward, tokenizer.pad_token_id)

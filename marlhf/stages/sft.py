@@ -54,7 +54,8 @@ def run_sft(config: Config) -> Path:
             if validation and (step % sft.eval_every == 0 or step == total):
                 metrics["eval/loss"] = evaluate(model, validation, sft, tokenizer.pad_token_id)
             run.log(step, metrics)
-            loop.advance(f"loss {loss:.3f}")
+            held_out = f", held-out {metrics['eval/loss']:.3f}" if "eval/loss" in metrics else ""
+            loop.advance(f"training loss {loss:.3f}{held_out}")
 
         # 3. The weights, as transformers alone can load them.
         save_model(model, tokenizer, run.final)

@@ -211,12 +211,12 @@ def test_means_and_their_interval(tmp_path: Path, words: list[str], policies: di
     assert found["kl"] == pytest.approx(0.0, abs=1e-5)
     assert 1 <= found["response_length"] <= 6
     assert 0 <= found["stopped_share"] <= 1
-    assert found["score_interval_95"] > 0
+    assert found["score_half_width_95"] > 0
     assert leftovers(tmp_path) == []
     # Again with one row: no interval, and no NaN in the file.
     one = write_jsonl(tmp_path / "one.jsonl", ROWS[:1])
     output = run_evaluate(resolved(tmp_path, *words, f"evaluate.data.validation={one}"))
-    assert json.loads(output.read_text())["score_interval_95"] is None
+    assert json.loads(output.read_text())["score_half_width_95"] is None
 
 
 @pytest.mark.parametrize(
