@@ -78,6 +78,12 @@ def test_large_mean_does_not_cancel():
     assert max(abs(a - b) for a, b in zip(out.tolist(), want, strict=True)) < 1e-2
 
 
+def test_two_tokens_unbiased():
+    """[1, 3]: the unbiased variance is 2, the result -+1/sqrt(2)."""
+    out = mk.masked_whiten(numbers([1.0, 3.0]), torch.ones(1, 2, dtype=torch.bool), unbiased=True)
+    assert out[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-6)
+
+
 def test_epsilon_stands_under_the_root():
     """[0, 2e-4] has variance 1e-8: as much as the 1e-8 added to it, so the result is -+1/sqrt(2)."""
     out = mk.masked_whiten(numbers([0.0, 2e-4]), torch.ones(1, 2, dtype=torch.bool))
@@ -143,8 +149,8 @@ def test_two_ranks_by_hand(ranks):
 @pytest.mark.parametrize("case", ["by hand", "uneven", "uneven unbiased", "uneven with the mean", "one token anywhere"])
 def test_ranks_are_weighted_by_their_tokens(ranks, case):
     """However the tokens lie on the ranks, the result is that of one process with all of them."""
-    numbers, options = RANK_CASES[case]
-    everything = numbers[0] + numbers[1]
+    held, options = RANK_CASES[case]
+    everything = held[0] + held[1]
     want = oracle.masked_whiten(everything, [True] * len(everything), **options)
     assert_close(ranks[0][case] + ranks[1][case], want)
 
