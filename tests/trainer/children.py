@@ -14,6 +14,11 @@ PATIENCE = 240.0
 """Seconds; a step takes a fraction of one, but the machine may be busy."""
 
 
+def _heed_interrupts() -> None:
+    """A shell starts its background jobs with Ctrl-C ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Child:
     """A command in a process group of its own, its output in a file."""
 
@@ -26,6 +31,7 @@ class Child:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_heed_interrupts,
                 env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **environment},
             )
 
