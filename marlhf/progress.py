@@ -34,7 +34,9 @@ class Loop:
         moved, self._done = done != self._done, done
         now = time.monotonic()
         rate = self._done / max(now - self._started, 1e-9)
-        shown = f"{rate:.1f} {self._unit}/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.1f} s/{self._unit}"
+        shown = (
+            f"{rate:.1f} {self._unit}/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.1f} s/{self._unit.removesuffix('s')}"
+        )
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self._done, rate=shown, words=words)
         elif moved and (now - self._printed >= SECONDS_BETWEEN_LINES or self._done == self._total):

@@ -56,6 +56,11 @@ def run_ppo(config: Config) -> Path:
     reward_model = load_reward_model(ppo.reward_model, key="ppo.reward_model", device=device).eval()
     check_same_vocabulary(policy, reward_model, tokenizer, ppo.reward_model, key="ppo.reward_model")
     check_fits(reward_model, tokenizer, key="ppo.reward_model", longest=longest)
+    if ppo.score_standardize and not hasattr(reward_model.config, "reward_std"):
+        raise ConfigError(
+            f"`ppo.score_standardize` is set, but {ppo.reward_model.path} was saved without the deviation of its scores "
+            "(`marlhf reward` saves it)"
+        )
     critic = load_critic(reward_model, head=ppo.critic_head)
     freeze(reference.parameters())
     freeze(reward_model.parameters())

@@ -1,6 +1,5 @@
 """Termination rules: where one macro action ends and the next begins, by the name that a config uses."""
 
-import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -19,7 +18,7 @@ RULES: dict[str, Callable[[TerminationConfig, Tensor], Tensor]] = {
 def check_termination(config: TerminationConfig, *, key: str) -> None:
     """ConfigError for an unknown rule, naming the nearest known one, or an n that cannot be."""
     one_of(config.rule, list(RULES), key=f"{key}.rule")
-    if config.rule == "fixed" and not (config.n >= 1 or config.n == math.inf):
+    if config.rule == "fixed" and config.n < 1:
         raise ConfigError(f"`{key}.n` is {config.n}; a macro action has at least 1 token")
 
 

@@ -46,7 +46,7 @@ def test_slow_steps_are_told_in_seconds_each(monkeypatch: pytest.MonkeyPatch, cl
         loop = shown.start("PPO", 3, "iterations")
         clock[0] += 12
         loop.advance()
-    assert file.getvalue().rstrip() == "PPO: 1/3 iterations, 12.0 s/iterations, 24 s left"
+    assert file.getvalue().rstrip() == "PPO: 1/3 iterations, 12.0 s/iteration, 24 s left"
 
 
 def test_a_count_that_does_not_move_is_no_news(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
