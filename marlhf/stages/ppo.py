@@ -58,8 +58,8 @@ def run_ppo(config: Config) -> Path:
     check_fits(reward_model, tokenizer, key="ppo.reward_model", longest=longest)
     if ppo.score_standardize and not hasattr(reward_model.config, "reward_std"):
         raise ConfigError(
-            f"`ppo.score_standardize` is set, but {ppo.reward_model.path} was saved without the deviation of its scores "
-            "(`marlhf reward` saves it)"
+            f"`ppo.score_standardize` is set, but {ppo.reward_model.path} was saved without the deviation of its "
+            "scores (`marlhf reward` saves it)"
         )
     critic = load_critic(reward_model, head=ppo.critic_head)
     freeze(reference.parameters())
