@@ -35,14 +35,14 @@ SETTINGS = {
         prompt_tokens=24,
         response_tokens=24,
         train_rows=None,
-        sft_steps=700,
+        sft_steps=640,
         sft_batch=32,
-        pairs=15_360,
-        reward_steps=320,
+        pairs=14_400,
+        reward_steps=300,
         reward_batch=24,
-        ppo_iterations=16,
+        ppo_iterations=15,
         ppo_batch=64,
-        eval_rows=128,
+        eval_rows=96,
         test_rows=512,
     ),
     # Tries the plumbing; nothing is learned.
@@ -90,7 +90,8 @@ def demo_config(folder: str, settings: Settings, *, seed: int) -> dict[str, obje
             "max_steps": settings.sft_steps,
             "batch_size": settings.sft_batch,
             "microbatch_size": max(1, settings.sft_batch // 2),
-            "eval_every": max(1, settings.sft_steps // 6),
+            "eval_every": max(1, settings.sft_steps // 4),
+            "eval_rows": 4 * settings.eval_rows,
         },
         "reward": {
             "data": {**pairs, **lengths},
@@ -99,7 +100,8 @@ def demo_config(folder: str, settings: Settings, *, seed: int) -> dict[str, obje
             "batch_size": settings.reward_batch,
             "microbatch_size": max(1, settings.reward_batch // 2),
             "center_coef": 0.03,
-            "eval_every": max(1, settings.reward_steps // 4),
+            "eval_every": max(1, settings.reward_steps // 2),
+            "eval_rows": 4 * settings.eval_rows,
         },
         "ppo": {
             # Encoding all rows takes longer than an iteration, and few of them become prompts.
@@ -114,7 +116,7 @@ def demo_config(folder: str, settings: Settings, *, seed: int) -> dict[str, obje
             "kl_coef": 0.05,
             "score_standardize": True,
             "missing_stop_penalty": 1.0,
-            "eval_every": max(1, settings.ppo_iterations // 4),
+            "eval_every": max(1, settings.ppo_iterations // 3),
             "eval_rows": settings.eval_rows,
         },
     }
