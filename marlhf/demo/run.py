@@ -56,7 +56,6 @@ def run_demo(folder: Path, *, seed: int = 0, scale: str = "full") -> Path:
     write_pairs(folder, splits, config, settings, device)
 
     sections.start("Reward models")
-    at_once = min(2, torch.get_num_threads())
     steps = settings.reward_steps
     half_b = f"reward.data.train={folder}/data/pairs_train_b.jsonl"
     run_side_by_side(
@@ -81,7 +80,7 @@ def run_demo(folder: Path, *, seed: int = 0, scale: str = "full") -> Path:
         ],
         config=yaml,
         logs=folder / "logs",
-        at_once=at_once,
+        at_once=3,
     )
 
     sections.start("PPO and macro-action PPO, side by side")
@@ -107,7 +106,7 @@ def run_demo(folder: Path, *, seed: int = 0, scale: str = "full") -> Path:
         ],
         config=yaml,
         logs=folder / "logs",
-        at_once=at_once,
+        at_once=min(2, torch.get_num_threads()),
     )
 
     sections.start("Test split")
