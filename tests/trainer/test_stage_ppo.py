@@ -476,12 +476,24 @@ def test_the_schedule_counts_optimiser_steps(tmp_path: Path, words: list[str]) -
     assert [line["critic_learning_rate"] for line in lines] == pytest.approx(cosine)
 
 
-def test_the_adaptive_coefficient_follows_the_kl(tmp_path: Path, words: list[str]) -> None:
-    """Of every batch: coefficient *= 1 + clip(kl / target - 1, +-.2) * responses / horizon."""
+def test_the_adaptive_coefficient_follows_the_kl(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every batch: coefficient *= 1 + clip(kl / target - 1, +-.2) * responses / horizon, kl the mean over responses
+    of their sums over tokens, as it is reported."""
+    seen: list[tuple[float, int]] = []
+    original = ppo.KLController.update
+
+    def watched(self: Any, kl: float, responses: int) -> None:
+        seen.append((kl, responses))
+        original(self, kl, responses)
+
+    monkeypatch.setattr(ppo.KLController, "update", watched)
     run = run_ppo(
-        resolved(tmp_path, *words, "ppo.iterations=4", "ppo.kl_coef=0.15", "ppo.kl_target=0.05", "ppo.kl_horizon=100")
+        resolved(tmp_path, *words, "ppo.iterations=3", "ppo.kl_coef=0.15", "ppo.kl_target=0.05", "ppo.kl_horizon=100")
     ).parent
     lines = read_jsonl(run / "metrics.jsonl")[1:]
+    assert seen == [(line["kl"], 8) for line in lines]
     expected = 0.15
     for line in lines:
         assert line["kl_coef"] == pytest.approx(expected, rel=1e-6)
