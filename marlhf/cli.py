@@ -41,7 +41,7 @@ def main() -> None:
                 from marlhf.config import load_config
 
                 loaded = load_config(config, overrides or [])
-                print("written:", getattr(importlib.import_module(module), function)(loaded))
+                print(getattr(importlib.import_module(module), function)(loaded))
 
             _guarded(work)
 
@@ -74,7 +74,7 @@ def main() -> None:
             if len(names) < len(folders):
                 names = {str(folder): folder for folder in folders}
             title = "marlhf: " + ", ".join(names)
-            print("written:", build_report(names, output or folders[0] / "report.html", title=title))
+            print(build_report(names, output or folders[0] / "report.html", title=title))
 
         _guarded(work)
 
