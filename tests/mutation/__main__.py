@@ -9,17 +9,19 @@
 The package and its tests are copied to a scratch folder; nothing here is changed. Results are kept in
 build/mutation.jsonl under the hash of the module and are taken from there while the module stays the same. A mutant
 that no test kills is a survivor: either `equivalent.py` says why it cannot be told from the original, or a test is
-missing, and the exit status is 1.
+missing, and the exit status is 1. Explained mutants are run only with --again, and named where a test kills them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,12 +39,12 @@ REPORT = Path(__file__).parent / "report.md"
 
 # The tests of each module: those of the op family first, then what else rests on the module.
 TESTS = {
-    "_layout": ["macro", "segmentation", "policy_loss", "value_loss", "advantages", "errors"],
-    "units": ["policy_loss", "value_loss", "linear"],
-    "macro": ["macro", "value_loss", "advantages"],
-    "advantages": ["advantages", "token_ppo", "golden"],
-    "policy_loss": ["policy_loss", "token_ppo", "linear"],
-    "value_loss": ["value_loss", "token_ppo"],
+    "_layout": ["macro", "segmentation", "errors", "advantages"],
+    "units": ["policy_loss", "value_loss"],
+    "macro": ["macro"],
+    "advantages": ["advantages"],
+    "policy_loss": ["policy_loss", "linear"],
+    "value_loss": ["value_loss"],
     "whiten": ["whiten"],
     "logprobs": ["token_logprobs", "linear"],
     "linear": ["linear"],
@@ -74,6 +76,11 @@ def fingerprint() -> str:
 def label_of(mutant: Mutant) -> tuple[str, str]:
     """What a result is kept under."""
     return module_hash(mutant.module), mutant.key
+
+
+def is_open(mutant: Mutant, results: Results, again: bool) -> bool:
+    """Is the mutant to be run: it has no result yet, and no explanation unless those are run again."""
+    return label_of(mutant) not in results and (again or mutant.key not in EQUIVALENT)
 
 
 def make_scratch() -> Path:
@@ -109,7 +116,9 @@ def run_module(module: str, keys: list[str], until: float, results: Results) -> 
     command = [sys.executable, "-m", "tests.mutation.worker", *arguments]
     read = 0
     with (scratch / "log.txt").open("wb") as log:
-        worker = subprocess.Popen(command, cwd=scratch, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        worker = subprocess.Popen(
+            command, cwd=scratch, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             running = True
             while running:
@@ -132,7 +141,9 @@ def run_module(module: str, keys: list[str], until: float, results: Results) -> 
                 return not log_text and time.time() > until
             return True
         finally:
-            worker.kill()
+            # The worker's group holds the child that runs a mutant, too.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -143,7 +154,7 @@ def write_report(mutants: list[Mutant], results: Results, path: Path) -> int:
     survivors = []
     for mutant in mutants:
         result = results.get(label_of(mutant), {}).get("result", "not run")
-        if result == "survived":
+        if result == "survived" or (result == "not run" and mutant.key in EQUIVALENT):
             result = "equivalent" if mutant.key in EQUIVALENT else "SURVIVED"
             survivors.append(mutant)
         by_module.setdefault(mutant.module, Counter())[result] += 1
@@ -179,7 +190,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no mutant after so long")
     parser.add_argument("--list", action="store_true", help="list the mutants and end")
-    parser.add_argument("--again", action="store_true", help="run survivors of earlier calls again")
+    parser.add_argument("--again", action="store_true", help="run survivors of earlier calls and explained ones again")
     parser.add_argument(
         "--report", type=Path, help=f"default: {REPORT.name} with everything run, else beside the state"
     )
@@ -195,20 +206,24 @@ def main() -> int:
         print(f"{len(mutants)} mutants")
         return 0
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     until = time.time() + args.seconds
     results = known_results()
     if args.again:
         results = {label: result for label, result in results.items() if result["result"] != "survived"}
     STATE.parent.mkdir(exist_ok=True)
     for module in modules:
-        keys = [m.key for m in mutants if m.module == module and label_of(m) not in results]
+        keys = [m.key for m in mutants if m.module == module and is_open(m, results, args.again)]
         if keys and time.time() < until and not run_module(module, keys, until, results):
             return 2
 
-    left = sum(label_of(m) not in results for m in mutants)
+    left = sum(is_open(m, results, False) for m in mutants)
     everything = not args.module and not args.sample and not left
     path = args.report or (REPORT if everything else STATE.with_suffix(".md"))
     unexplained = write_report(mutants, results, path)
+    for mutant in mutants:
+        if mutant.key in EQUIVALENT and results.get(label_of(mutant), {}).get("result") == "killed":
+            print(f"killed, so not equivalent: {mutant.key}")
     print(f"{len(mutants) - left} of {len(mutants)} mutants run; {unexplained} unexplained survivors; report: {path}")
     return 1 if unexplained else 0
 

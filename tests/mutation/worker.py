@@ -7,7 +7,6 @@ disk meanwhile, for tests that start processes of their own.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -108,7 +107,6 @@ class MutantLoop:
         child = os.fork()
         if child == 0:
             os.close(reading)
-            os.setpgid(0, 0)
             status = 2
             try:
                 if source is not None:
@@ -126,8 +124,7 @@ class MutantLoop:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not (done := os.waitpid(child, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child, signal.SIGKILL)
+                os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 os.close(reading)
                 return "timeout", ""
