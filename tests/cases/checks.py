@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.cases.batches import Batch, upstream
+from tests.cases import shapes
+from tests.cases.batches import Batch, make_batch, upstream
 from tests.cases.calls import SCALAR, TOKEN, Call
 from tests.cases.compare import assert_close, largest
+from tests.cases.layouts import LAYOUTS
 
 
 def output_dtype(call: Call, dtype: torch.dtype) -> torch.dtype:
@@ -61,3 +63,16 @@ def check_call(call: Call, batch: Batch, what: str = "") -> None:
     if call.learns != "macro_x":
         want = batch.layout.lay(want, 0.0)
     assert_close(gradient, want, dtype, what=f"{what} gradient")
+
+
+def check_everywhere(call: Call) -> None:
+    """`check_call` on every hand-made shape alone and on all of them as one batch, in every layout."""
+    for name, ids in shapes.BY_HAND.items():
+        for layout in ("mixed", "packed with a tail"):
+            check_call(call, make_batch(ids, layout), name)
+    together = [row for ids in shapes.BY_HAND.values() for row in ids]
+    for layout in LAYOUTS:
+        check_call(call, make_batch(together, layout), "all shapes")
+        check_call(call, make_batch(together, layout, torch.float32, seed=1), "all shapes")
+    for layout in shapes.FROM_THE_START:
+        check_call(call, make_batch(shapes.ABOVE_POSITION, layout), "id above position")

@@ -8,7 +8,7 @@ import torch
 import marlhf_kernels as mk
 from tests.cases import calls, oracle, shapes
 from tests.cases.batches import make_batch
-from tests.cases.checks import check_call
+from tests.cases.checks import check_call, check_everywhere
 from tests.cases.compare import assert_close, assert_same_bits
 from tests.cases.layouts import LAYOUTS
 from tests.cases.precision import tight, wide
@@ -187,12 +187,7 @@ def test_segmentation_does_not_change_the_sum_of_rewards():
 @pytest.mark.parametrize("call", [*calls.KL, *calls.GAE, *calls.ROLLOUT], ids=str)
 def test_oracle_by_hand_shapes(call):
     """Every option set equals the loop oracle on every hand-made shape, in every layout."""
-    for name, ids in shapes.BY_HAND.items():
-        for layout in LAYOUTS:
-            check_call(call, make_batch(ids, layout), name)
-            check_call(call, make_batch(ids, layout, torch.float32, seed=1), name)
-    for layout in shapes.FROM_THE_START:
-        check_call(call, make_batch(shapes.ABOVE_POSITION, layout), "id above position")
+    check_everywhere(call)
 
 
 @pytest.mark.parametrize("call", [calls.KL[2], *calls.GAE[:4], calls.GAE[-1], *calls.ROLLOUT[:5]], ids=str)

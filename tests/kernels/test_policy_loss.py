@@ -8,9 +8,8 @@ import torch
 import marlhf_kernels as mk
 from tests.cases import calls, oracle, shapes
 from tests.cases.batches import make_batch
-from tests.cases.checks import check_call, run_with_gradient
+from tests.cases.checks import check_call, check_everywhere, run_with_gradient
 from tests.cases.compare import assert_close, assert_same_bits
-from tests.cases.layouts import LAYOUTS
 from tests.cases.precision import tight, wide
 from tests.cases.tensors import ids_of, numbers
 
@@ -274,12 +273,7 @@ def test_grad_output_is_honoured():
 @pytest.mark.parametrize("call", calls.POLICY, ids=str)
 def test_oracle_by_hand_shapes(call):
     """Loss, statistics and gradient of every option set equal the loop oracle, on every shape and layout."""
-    for name, ids in shapes.BY_HAND.items():
-        for layout in LAYOUTS:
-            check_call(call, make_batch(ids, layout), name)
-            check_call(call, make_batch(ids, layout, torch.float32, seed=1), name)
-    for layout in shapes.FROM_THE_START:
-        check_call(call, make_batch(shapes.ABOVE_POSITION, layout), "id above position")
+    check_everywhere(call)
 
 
 @pytest.mark.parametrize("call", [calls.policy_call(ratio_level=r) for r in oracle.RATIO_LEVELS], ids=str)
