@@ -14,8 +14,10 @@ EXTRA = "the trainer needs the packages of its extra: pip install 'marlhf[train]
 def main() -> None:
     """Entry point of the `marlhf` command."""
     # OpenMP's threads spin while they wait, which makes a step several times slower as soon as another process
-    # wants a core. It reads these once, when PyTorch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # wants a core; spinning for some ten microseconds keeps most of its use. Read once, when PyTorch is loaded.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import typer

@@ -24,7 +24,7 @@ Run = Callable[..., tuple[int, str, str]]
 def marlhf(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Runs a command in this process: exit code, standard output and standard error."""
     # What the command sets for its process must not outlive the test.
-    for name in ("OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM"):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "set by the test")
     handler = signal.getsignal(signal.SIGTERM)
     # Colours and a narrow terminal would break the sentences up.
