@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import marlhf_kernels
+from marlhf_kernels.backends import requested, select
+from marlhf_kernels.ops import _registry
 from tests.cases.precision import widest
+
+NAMES = ("reference", "reference-float32", "cpu", "gpu")
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend",
         action="append",
+        choices=NAMES,
         help="kernel backend to test: reference, reference-float32 (the same tests in float32), cpu or gpu; may be "
-        "given several times; default: reference",
+        "given several times; default: reference. A test that calls an op that the backend has no kernel for is "
+        "skipped; `test_backends.py` holds the list of ops that each backend claims",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in config.getoption("--backend") or ():
+        status = marlhf_kernels.backends()[known_backend(name).name]
+        if not status.available:
+            raise pytest.UsageError(f"--backend {name}: {status.reason}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -54,12 +68,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", names, indirect=True)
 
 
+def _select_or_skip(op: str, args: Sequence[Any]) -> Callable[..., Any]:
+    """As `backends.select`, but an op that the backend asked for does not have ends the test as skipped.
+
+    Raised from inside the op, the skip is no Exception: a test that expects some error is not taken in by it.
+    """
+    name = requested()
+    if name is not None and op not in marlhf_kernels.backends()[name].ops:
+        pytest.skip(f"the {name} backend has no {op} yet")
+    return select(op, args)
+
+
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """The test's ops run on this backend, its tensors are made on its device, and `wide()` is its widest type."""
     chosen = known_backend(request.param)
     if request.node.callspec.params.get("dtype") is torch.float64 and chosen.widest != torch.float64:
         pytest.skip("float64 always runs on the reference")
+    if chosen.name != "reference":
+        monkeypatch.setattr(_registry, "select", _select_or_skip)
     with contextlib.ExitStack() as stack:
         stack.enter_context(marlhf_kernels.use_backend(chosen.name))
         stack.enter_context(widest(chosen.widest))

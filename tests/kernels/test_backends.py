@@ -14,6 +14,43 @@ X = torch.tensor([[1.0, 2.0]])
 IDS = torch.tensor([[0, 0]], dtype=torch.int32)
 
 
+# The ops that each backend claims, by their name in torch.ops.marlhf. A backend that gains an op adds it here in the
+# same commit; one that loses an op goes red here, where the tests of that op would only be skipped.
+CLAIMED = {
+    "reference": {
+        "action_labels",
+        "fixed_ngram",
+        "from_bounds",
+        "from_ends",
+        "isolate_last",
+        "kl_penalized_rewards",
+        "linear_token_logprobs",
+        "linear_token_logprobs_backward",
+        "macro_broadcast",
+        "macro_gae",
+        "macro_lengths",
+        "macro_policy_loss",
+        "macro_reduce",
+        "macro_reduce_backward",
+        "macro_value_loss",
+        "masked_moments",
+        "masked_normalize",
+        "merge_slices",
+        "perplexity",
+        "policy_penalty",
+        "rollout_advantages",
+        "scale_gradient",
+        "token_logprobs",
+        "token_logprobs_backward",
+        "token_logprobs_backward_",
+    },
+    "cpu": {
+        "macro_lengths",
+    },
+    "gpu": set(),
+}
+
+
 def python(code, **environment):
     """Runs code in a fresh interpreter; its last line of output."""
     done = subprocess.run(
@@ -41,6 +78,18 @@ def test_report():
     for status in report.values():
         assert isinstance(status.available, bool)
         assert status.available or status.reason
+
+
+@pytest.mark.parametrize("name", CLAIMED)
+def test_claimed_ops(name):
+    """Each backend has exactly the ops that are claimed for it, on machines that cannot run it too."""
+    assert set(mk.backends()[name].ops) == CLAIMED[name]
+
+
+def test_the_reference_has_every_op():
+    """Whatever is registered as an op has a definition."""
+    registered = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "marlhf::" in name}
+    assert registered == CLAIMED["reference"]
 
 
 def test_reference_can_be_asked_for():

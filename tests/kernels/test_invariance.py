@@ -305,6 +305,7 @@ def _ids_from_coins(coins):
 )
 def test_any_ragged_batch(ids, call, layout, dtype, poison, seed):
     """Ragged batches with holes anywhere and poison in masked places, found by search: the loop oracle's numbers."""
+    dtype = wide() if dtype is torch.float64 else dtype
     check_call(call, make_batch(ids, layout, dtype, poison, seed), f"{ids} {seed}")
 
 
