@@ -81,6 +81,22 @@ class OptimizerConfig:
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+    max_skipped_steps: int = 3
+    """A step whose gradient is not finite is skipped; after so many in a row the run stops."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What a stage keeps on disk so that `--resume` can go on from there."""
+
+    every: Optional[int] = 100
+    """Steps between checkpoints, one more at the end (iterations for PPO); null: none."""
+    keep: int = 2
+    """The newest so many are kept, and the best one."""
+    best_metric: Optional[str] = None
+    """A name in `metrics.jsonl`, such as `eval/score`: the step where it was best is kept as well."""
+    best_mode: str = "max"
+    """`max` or `min`."""
 
 
 @dataclass
@@ -104,6 +120,7 @@ class SFTConfig:
     eval_every: int = 100
     """Optimiser steps between evaluations on the validation rows; one always runs at the end."""
     eval_rows: int = 512
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass
@@ -128,6 +145,7 @@ class RewardConfig:
     eval_rows: int = 1024
     kind_field: str = "kind"
     """A field of the rows by which accuracy is also reported, where rows have it."""
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass
@@ -214,6 +232,7 @@ class PPOConfig:
     samples_per_eval: int = 8
     rollout_table: int = 0
     """Responses per iteration whose tokens are printed one by one with everything computed for them."""
+    checkpoints: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=10))
 
 
 def _same_as(section: str, kind: type[Section]) -> Section:
@@ -254,6 +273,8 @@ class Config:
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     threads: Optional[int] = None
     """Threads for PyTorch on the CPU; None leaves PyTorch's own choice."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the stage's run folder; the same as `--resume`."""
     sft: SFTConfig = field(default_factory=SFTConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)

@@ -16,11 +16,13 @@ SECONDS_BETWEEN_LINES = 10.0
 class Loop:
     """One loop's progress; `advance` once per step, with a few words on how it goes."""
 
-    def __init__(self, progress: Progress | None, name: str, total: int, unit: str) -> None:
+    def __init__(self, progress: Progress | None, name: str, total: int, unit: str, done: int) -> None:
         self._progress = progress
-        self._task = None if progress is None else progress.add_task(name, total=total, rate="", words="")
+        self._task = (
+            None if progress is None else progress.add_task(name, total=total, completed=done, rate="", words="")
+        )
         self._name, self._total, self._unit = name, total, unit
-        self._done = 0
+        self._done = self._begun = done
         self._started = self._printed = time.monotonic()
 
     @property
@@ -33,7 +35,7 @@ class Loop:
         done = self._done + 1 if to is None else to
         moved, self._done = done != self._done, done
         now = time.monotonic()
-        rate = self._done / max(now - self._started, 1e-9)
+        rate = (self._done - self._begun) / max(now - self._started, 1e-9)
         shown = (
             f"{rate:.1f} {self._unit}/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.1f} s/{self._unit.removesuffix('s')}"
         )
@@ -75,9 +77,9 @@ class Loops:
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
 
-    def start(self, name: str, total: int, unit: str = "steps") -> Loop:
-        """A new loop of `total` steps."""
-        return Loop(self._progress, name, total, unit)
+    def start(self, name: str, total: int, unit: str = "steps", *, done: int = 0) -> Loop:
+        """A new loop of `total` steps, of which `done` were done before."""
+        return Loop(self._progress, name, total, unit, done)
 
 
 class Clock:

@@ -4,6 +4,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,8 @@ def check_optimizer(config: OptimizerConfig, *, key: str) -> None:
         value = getattr(config, name)
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"`{key}.{name}` is {value}; it must be above 0")
+    if config.max_skipped_steps < 0:
+        raise ConfigError(f"`{key}.max_skipped_steps` is {config.max_skipped_steps}; it must be at least 0")
     for name in ("warmup_steps", "weight_decay"):
         value = getattr(config, name)
         if not 0 <= value < math.inf:
@@ -73,6 +76,10 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimizerConfig, *, total_steps: int) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.max_grad_norm = config.max_grad_norm
+        self.max_skipped_steps = config.max_skipped_steps
+        self.skipped = 0
+        """Steps that were skipped in the whole run."""
+        self._skipped_in_a_row = 0
         self.adamw = AdamW(
             self.parameters,
             lr=config.learning_rate,
@@ -91,18 +98,39 @@ class Optimizer:
     def step(self) -> Tensor:
         """Clips, steps, zeroes the gradients and advances the schedule; returns the norm before clipping.
 
-        Raises DivergedError, with the weights as they were, if the gradient is not finite.
+        If the gradient is not finite, nothing moves: the step is skipped and counted. Raises DivergedError at
+        more than `max_skipped_steps` of them in a row.
         """
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise DivergedError(
-                f"the gradient is not finite at a learning rate of {self.learning_rate:g}; lower the learning rate, "
-                "or look for inf or NaN in the scores and the data"
-            )
-        self.adamw.step()
+        if torch.isfinite(norm):
+            self._skipped_in_a_row = 0
+            self.adamw.step()
+            self.schedule.step()
+        else:
+            self.skipped += 1
+            self._skipped_in_a_row += 1
         self.adamw.zero_grad(set_to_none=True)
-        self.schedule.step()
+        if self._skipped_in_a_row > self.max_skipped_steps:
+            raise DivergedError(
+                f"the gradient was not finite in {self._skipped_in_a_row} steps in a row, at a learning rate of "
+                f"{self.learning_rate:g}; lower the learning rate, or look for inf or NaN in the scores and the data "
+                "(the run folder's skipped/ holds the batches)"
+            )
         return norm.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's moments, the schedule's place, and how many steps were skipped."""
+        return {
+            "adamw": self.adamw.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "skipped": [self.skipped, self._skipped_in_a_row],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets what `state_dict` gave."""
+        self.adamw.load_state_dict(state["adamw"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.skipped, self._skipped_in_a_row = state["skipped"]
 
 
 def _schedule(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:
