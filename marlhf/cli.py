@@ -37,19 +37,32 @@ def main() -> None:
     def stage_command(name: str, help_text: str, module: str, function: str) -> None:
         @app.command(name, help=help_text)
         def command(overrides: overrides_argument = None, config: config_option = None) -> None:  # type: ignore[valid-type]
-            def work() -> None:
-                import importlib
+            run(module, function, config, overrides or [])
 
-                from marlhf.config import load_config
+    def training_command(name: str, help_text: str, module: str, function: str) -> None:
+        @app.command(name, help=help_text)
+        def command(
+            overrides: overrides_argument = None,  # type: ignore[valid-type]
+            config: config_option = None,  # type: ignore[valid-type]
+            resume: Annotated[
+                bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
+            ] = False,
+        ) -> None:
+            run(module, function, config, [*(overrides or []), *(["resume=true"] if resume else [])])
 
-                loaded = load_config(config, overrides or [])
-                print(getattr(importlib.import_module(module), function)(loaded))
+    def run(module: str, function: str, config: Path | None, overrides: list[str]) -> None:
+        def work() -> None:
+            import importlib
 
-            _guarded(work)
+            from marlhf.config import load_config
 
-    stage_command("sft", "Fine-tune a causal language model on prompts and responses.", "marlhf.stages.sft", "run_sft")
-    stage_command("reward", "Train a reward model on preference pairs.", "marlhf.stages.reward", "run_reward")
-    stage_command("ppo", "PPO or macro-action PPO against a reward model.", "marlhf.stages.ppo", "run_ppo")
+            print(getattr(importlib.import_module(module), function)(load_config(config, overrides)))
+
+        _guarded(work)
+
+    training_command("sft", "Fine-tune a causal language model on responses.", "marlhf.stages.sft", "run_sft")
+    training_command("reward", "Train a reward model on preference pairs.", "marlhf.stages.reward", "run_reward")
+    training_command("ppo", "PPO or macro-action PPO against a reward model.", "marlhf.stages.ppo", "run_ppo")
     stage_command("generate", "Write responses for prompts.", "marlhf.stages.evaluate", "run_generate")
     stage_command("evaluate", "Measure a policy on held-out prompts.", "marlhf.stages.evaluate", "run_evaluate")
 

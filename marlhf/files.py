@@ -56,6 +56,13 @@ def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
 
 
+def discard_unfinished(folder: Path) -> None:
+    """Removes what a process that was killed had begun to write beside files and folders of `folder`."""
+    for pattern in (".*.tmp", ".*.old"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 def finite(value: object) -> object:
     """A value as JSON can hold it: tensors of one number become numbers, NaN and infinities None."""
     if isinstance(value, float):

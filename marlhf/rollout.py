@@ -46,6 +46,10 @@ class Responses:
     def __getitem__(self: Batch, rows: Tensor | slice) -> Batch:
         return type(self)(**{entry.name: getattr(self, entry.name)[rows] for entry in fields(self)})
 
+    def as_lists(self) -> dict[str, object]:
+        """Every tensor as nested lists, for a person to look at."""
+        return {entry.name: getattr(self, entry.name).tolist() for entry in fields(self)}
+
     def microbatches(self: Batch, size: int | None) -> Iterator[tuple[Tensor, Batch]]:
         """Row numbers and rows in parts of at most `size`, without the columns that are padding in a whole part.
 

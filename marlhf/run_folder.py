@@ -4,6 +4,7 @@ Files are written beside their final name and renamed, or appended one whole lin
 that is killed at any moment leaves none of them broken.
 """
 
+import errno
 import json
 import math
 import os
@@ -12,13 +13,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from marlhf.config import to_yaml
-from marlhf.errors import ConfigError
-from marlhf.files import finite, write_json, write_text_atomically
+from marlhf.errors import ConfigError, UserError
+from marlhf.files import discard_unfinished, finite, write_json, write_text_atomically
+
+# Batches kept in skipped/ at most: enough to see what is wrong, not enough to fill a disk.
+MOST_SKIPPED_BATCHES = 20
+
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 def check_free(path: str | Path, *, key: str) -> Path:
@@ -29,7 +37,7 @@ def check_free(path: str | Path, *, key: str) -> Path:
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(
             f"`{key}`: {folder} is not empty, and a run does not overwrite another. "
-            f"Name another folder ({key}=...), or delete this one first"
+            f"Name another folder ({key}=...), delete this one first, or go on from its last checkpoint with --resume"
         )
     parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     try:
@@ -39,8 +47,19 @@ def check_free(path: str | Path, *, key: str) -> Path:
         raise ConfigError(f"`{key}`: nothing can be written to {parent}: {error.strerror}") from error
 
 
+@dataclass(frozen=True)
+class RunState:
+    """How far a run folder had come: its last step, wall time, and the size of each of its logs in bytes."""
+
+    step: int = 0
+    seconds: float = 0.0
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
 class RunFolder:
     """One stage's folder, used as a context manager around the stage's loop.
+
+    With `back_to` it is a folder that exists already: its logs are cut back to what they were at that state.
 
     Leaving the block records how the run ended in `status.json`: `finished`, `interrupted` (Ctrl-C or
     SIGTERM) or `failed`, with the step that it had reached. Signals wait while a step is being written, and a
@@ -48,11 +67,23 @@ class RunFolder:
     then stops the stage once more.
     """
 
-    def __init__(self, path: str | Path, *, config: object, stage: str, total_steps: int, key: str) -> None:
-        self.path = check_free(path, key=key)
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        config: object,
+        stage: str,
+        total_steps: int,
+        key: str,
+        back_to: RunState | None = None,
+    ) -> None:
+        self.path = check_free(path, key=key) if back_to is None else Path(path)
         self.stage = stage
         self.total_steps = total_steps
-        self.step = 0
+        self.step = 0 if back_to is None else back_to.step
+        self._back_to = back_to
+        self._lock: int | None = None
+        self._skipped_batches = 0
         self._config = config
         self._started = time.monotonic()
         self._status_written = -math.inf
@@ -77,9 +108,14 @@ class RunFolder:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._previous_handlers[number] = signal.signal(number, self._interrupt)
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            if self._back_to is not None:
+                self._go_back(self._back_to)
             write_text_atomically(self.path / "config.yaml", to_yaml(self._config))
             self._write_status("running", "")
-            self._tensorboard = SummaryWriter(str(self.path / "tensorboard"))
+            purge = None if self._back_to is None else self._back_to.step + 1
+            self._tensorboard = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -110,6 +146,9 @@ class RunFolder:
             for descriptor in self._files.values():
                 os.close(descriptor)
             self._files.clear()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
             for number, handler in self._previous_handlers.items():
                 signal.signal(number, handler)
         if self._interrupted and error is None:
@@ -139,12 +178,59 @@ class RunFolder:
         """Appends the per-response numbers of one evaluation."""
         self._append("evaluations.jsonl", record)
 
+    def skipped(self, step: int, batch: Mapping[str, object]) -> None:
+        """Keeps the batch of a step that was skipped because its gradient was not finite."""
+        self._skipped_batches += 1
+        if self._skipped_batches <= MOST_SKIPPED_BATCHES:
+            write_json(self.path / "skipped" / f"step_{step:06d}_{self._skipped_batches}.json", batch)
+
+    def state(self, step: int) -> RunState:
+        """The state to go back to later, now that `step` is logged."""
+        sizes = {name: (self.path / name).stat().st_size for name in LOGS if (self.path / name).exists()}
+        return RunState(step, round(time.monotonic() - self._started, 3), sizes)
+
+    def _take_lock(self) -> None:
+        """UserError if another process is writing this folder; the system drops the lock of a process that ends."""
+        try:
+            import fcntl
+        except ImportError:
+            return
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = None
+            raise UserError(
+                f"{self.path}: another process is writing this run; wait for it, or stop it first"
+            ) from None
+        except OSError:
+            # File systems without locks, as some network ones are.
+            pass
+
+    def _go_back(self, state: RunState) -> None:
+        """Cuts off what was logged after a state, and what a killed process left half-written."""
+        self._started -= state.seconds
+        discard_unfinished(self.path)
+        discard_unfinished(self.path / "checkpoints")
+        for name in LOGS:
+            file = self.path / name
+            if file.exists():
+                os.truncate(file, min(file.stat().st_size, state.sizes.get(name, 0)))
+
     def _append(self, name: str, record: Mapping[str, object]) -> None:
-        if name not in self._files:
-            self._files[name] = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        # One write per line: an interrupt falls between lines.
-        line = json.dumps(finite(record), ensure_ascii=False) + "\n"
-        os.write(self._files[name], line.encode("utf-8", errors="backslashreplace"))
+        file = self.path / name
+        line = (json.dumps(finite(record), ensure_ascii=False) + "\n").encode("utf-8", errors="backslashreplace")
+        try:
+            if name not in self._files:
+                self._files[name] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            # One write per line: an interrupt falls between lines.
+            written = os.write(self._files[name], line)
+            if written < len(line):
+                os.ftruncate(self._files[name], os.fstat(self._files[name]).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be written: {error.strerror or error}") from error
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self._winding_up or self._writing:

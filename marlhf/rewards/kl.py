@@ -23,6 +23,14 @@ class KLController:
         self.target = target
         self.horizon = horizon
 
+    def state_dict(self) -> dict[str, float]:
+        """Where the coefficient stands."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Sets what `state_dict` gave."""
+        self.coefficient = state["coefficient"]
+
     def update(self, kl: float, responses: int) -> None:
         """Moves the coefficient after a batch; does nothing when it is fixed."""
         if self.target is None:

@@ -4,12 +4,15 @@ With `termination.rule: token` every token is an action (Schulman et al., arXiv 
 values, advantages and returns are those of macro actions of n tokens (Chai et al., arXiv 2410.02743).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from marlhf.checkpoint import Checkpoints, find_start, rows_identity, weights_identity
 from marlhf.config import Config, PPOConfig
 from marlhf.data import encode_rows, epochs, load_rows, load_tokenizer
 from marlhf.engine import Optimizer, freeze, next_seed, prepare, rollout_generator
@@ -30,6 +33,7 @@ def run_ppo(config: Config) -> Path:
     """Trains `ppo.model` against `ppo.reward_model` and returns the folder of the trained policy."""
     ppo = config.ppo
     check_ppo(ppo)
+    start = find_start(config, "ppo")
     device = prepare(config)
     tokenizer = load_tokenizer(ppo.model.path, trust_remote_code=ppo.model.trust_remote_code)
     stops, pad_id = stop_ids(tokenizer, ppo.rollout), tokenizer.pad_token_id
@@ -43,7 +47,7 @@ def run_ppo(config: Config) -> Path:
             f"ppo: {len(train)} prompts{why} are fewer than ppo.rollout.batch_size={ppo.rollout.batch_size} "
             f"({len(validation)} more are held out); lower the batch size"
         )
-    policy = load_policy(ppo.model, key="ppo.model", device=device)
+    policy = load_policy(start.model(ppo.model, "policy"), key="ppo.model", device=device)
     check_head(policy, key="ppo.model")
     longest = max(len(row.prompt_ids) for row in train + validation) + ppo.rollout.max_new_tokens
     check_fits(policy, tokenizer, key="ppo.model", longest=longest)
@@ -56,7 +60,10 @@ def run_ppo(config: Config) -> Path:
             f"`ppo.score_standardize` is set, but {ppo.reward_model.path} was saved without the deviation of its "
             "scores (`marlhf reward` saves it)"
         )
-    critic = load_critic(reward_model, head=ppo.critic_head)
+    if start.checkpoint is None:
+        critic = load_critic(reward_model, head=ppo.critic_head)
+    else:
+        critic = load_reward_model(start.model(ppo.reward_model, "critic"), key="ppo.run_folder", device=device)
     freeze(reference.parameters())
     freeze(reward_model.parameters())
     describe(ppo, prompts=len(train), held_out=len(validation), counts=counts)
@@ -71,13 +78,34 @@ def run_ppo(config: Config) -> Path:
     models = {"policy": policy, "reference": reference, "critic": critic, "reward_model": reward_model}
 
     with (
-        RunFolder(ppo.run_folder, config=config, stage="ppo", total_steps=ppo.iterations, key="ppo.run_folder") as run,
+        RunFolder(
+            ppo.run_folder,
+            config=config,
+            stage="ppo",
+            total_steps=ppo.iterations,
+            key="ppo.run_folder",
+            back_to=start.run,
+        ) as run,
         loops() as shown,
     ):
-        if validation:
+        checkpoints = Checkpoints(
+            run,
+            ppo.checkpoints,
+            tokenizer=tokenizer,
+            models={"policy": policy, "critic": critic},
+            state={"policy_optimizer": policy_optimizer, "critic_optimizer": critic_optimizer, "kl": kl},
+            generators={"sampling": seeds, "order": order},
+            identity={
+                "prompts": rows_identity(train),
+                "reference weights": weights_identity(reference),
+                "reward model weights": weights_identity(reward_model),
+            },
+        )
+        checkpoints.restore(start)
+        if validation and start.step == 0:
             run.log(0, evaluate_policy(run, validation, tokenizer, config, step=0, **models))
-        loop = shown.start(f"PPO, termination {ppo.termination.rule}", ppo.iterations, "iterations")
-        for iteration, indices in enumerate(batches, start=1):
+        loop = shown.start(f"PPO, termination {ppo.termination.rule}", ppo.iterations, "iterations", done=start.step)
+        for iteration, indices in enumerate(islice(batches, start.step, None), start=start.step + 1):
             clock = Clock(device)
 
             # 1. Sample one response per prompt.
@@ -91,8 +119,9 @@ def run_ppo(config: Config) -> Path:
 
             # 3. Update policy and critic: every minibatch is one optimiser step of each.
             metrics = rollout_metrics(rollout, kl.coefficient)
+            keep = partial(run.skipped, iteration)
             metrics.update(
-                update(rollout, policy.train(), critic.train(), policy_optimizer, critic_optimizer, ppo, order)
+                update(rollout, policy.train(), critic.train(), policy_optimizer, critic_optimizer, ppo, order, keep)
             )
             clock.lap("update")
 
@@ -103,6 +132,7 @@ def run_ppo(config: Config) -> Path:
                 clock.lap("evaluate")
             metrics.update(clock.metrics(tokens=int(rollout.lengths.sum())))
             run.log(iteration, metrics)
+            checkpoints.after(iteration, metrics)
             print_rollout(rollout, tokenizer, rows=ppo.rollout_table)
             loop.advance(f"score {metrics['score']:.2f}, KL {metrics['kl']:.2f}")
 
@@ -120,10 +150,12 @@ def update(
     critic_optimizer: Optimizer,
     config: PPOConfig,
     order: torch.Generator,
+    keep_skipped: Callable[[dict[str, object]], None] | None = None,
 ) -> dict[str, float]:
     """`ppo_epochs * minibatches` optimiser steps of policy and critic over one rollout; returns their metrics.
 
     Losses are divided by the count of the whole minibatch, so its split into microbatches changes nothing.
+    `keep_skipped` is given each minibatch whose step one of the optimisers skipped.
     """
     policy_unit, value_unit = level_unit(config.ratio_level), level_unit(config.value_level)
     metrics = UpdateMetrics(steps=config.ppo_epochs * config.minibatches)
@@ -174,8 +206,15 @@ def update(
                 metrics.mean(unit_count(batch.macro_ids, value_unit), value_clip_fraction=value_loss.clip_fraction)
                 metrics.mean(unit_count(batch.macro_ids, "tokens"), approx_kl=policy_loss.approx_kl)
                 metrics.largest(ratio_max=policy_loss.ratio_max)
+            skipped = policy_optimizer.skipped + critic_optimizer.skipped
             metrics.per_step(policy_grad_norm=policy_optimizer.step(), critic_grad_norm=critic_optimizer.step())
-    return {**metrics.result(), **rates}
+            if policy_optimizer.skipped + critic_optimizer.skipped > skipped and keep_skipped is not None:
+                keep_skipped(rollout[minibatch].as_lists())
+    skips = {
+        "policy_skipped_steps": float(policy_optimizer.skipped),
+        "critic_skipped_steps": float(critic_optimizer.skipped),
+    }
+    return {**metrics.result(), **rates, **skips}
 
 
 def prompt_batches(rows: int, config: PPOConfig, *, seed: int) -> Iterator[list[int]]:

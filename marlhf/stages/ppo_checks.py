@@ -2,6 +2,7 @@
 
 import math
 
+from marlhf.checkpoint import check_checkpoints
 from marlhf.config import PPOConfig, one_of
 from marlhf.engine import check_optimizer
 from marlhf.errors import ConfigError
@@ -9,7 +10,6 @@ from marlhf.models.loading import check_model
 from marlhf.progress import console
 from marlhf.rewards import KLController
 from marlhf.rollout import check_rollout
-from marlhf.run_folder import check_free
 from marlhf.termination import check_termination
 
 # How rewards and values of one macro action become one number.
@@ -19,7 +19,7 @@ AVERAGES = ("mean", "first", "last", "position", "position_reversed")
 
 def check_ppo(config: PPOConfig) -> None:
     """ConfigError for what cannot work, before any model is loaded."""
-    check_free(config.run_folder, key="ppo.run_folder")
+    check_checkpoints(config.checkpoints, key="ppo.checkpoints")
     check_rollout(config.rollout, key="ppo.rollout", scored=True)
     check_termination(config.termination, key="ppo.termination")
     check_optimizer(config.policy_optimizer, key="ppo.policy_optimizer")

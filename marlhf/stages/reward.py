@@ -1,6 +1,7 @@
 """The reward model: a scalar head trained so that chosen responses score above rejected ones."""
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from marlhf.checkpoint import Checkpoints, check_checkpoints, find_start, rows_identity
 from marlhf.config import Config, RewardConfig
 from marlhf.data import EncodedRow, drop_equal_pairs, encode_rows, epochs, load_rows, load_tokenizer, pair_batch
 from marlhf.engine import Optimizer, check_optimizer, prepare
@@ -15,7 +17,7 @@ from marlhf.errors import ConfigError
 from marlhf.models import load_reward_model, save_model, sequence_scores
 from marlhf.models.loading import check_fits, check_model
 from marlhf.progress import loops
-from marlhf.run_folder import RunFolder, check_free
+from marlhf.run_folder import RunFolder
 from marlhf.stages.batches import check_batches, describe_batches, longest, microbatches, step_count
 
 
@@ -35,7 +37,8 @@ def run_reward(config: Config) -> Path:
     check_optimizer(reward.optimizer, key="reward.optimizer")
     if reward.center_coef < 0:
         raise ConfigError(f"`reward.center_coef` is {reward.center_coef}; it must not be negative")
-    check_free(reward.run_folder, key="reward.run_folder")
+    check_checkpoints(reward.checkpoints, key="reward.checkpoints")
+    start = find_start(config, "reward")
     check_model(reward.model, key="reward.model")
     device = prepare(config)
     tokenizer = load_tokenizer(reward.model.path, trust_remote_code=reward.model.trust_remote_code)
@@ -46,28 +49,56 @@ def run_reward(config: Config) -> Path:
     )
     train, counts["dropped_equal_pair"] = drop_equal_pairs(train)
     validation, _ = drop_equal_pairs(validation)
-    model = load_reward_model(reward.model, key="reward.model", device=device, fresh_head=True, seed=config.seed)
+    model = load_reward_model(
+        start.model(reward.model, "model"),
+        key="reward.model",
+        device=device,
+        fresh_head=start.checkpoint is None,
+        seed=config.seed,
+    )
     check_fits(model, tokenizer, key="reward.model", longest=longest(train, validation))
     total = step_count(len(train), reward)
     describe_batches("reward", rows=len(train), held_out=len(validation), counts=counts, stage=reward, total=total)
 
     with (
-        RunFolder(reward.run_folder, config=config, stage="reward", total_steps=total, key="reward.run_folder") as run,
+        RunFolder(
+            reward.run_folder,
+            config=config,
+            stage="reward",
+            total_steps=total,
+            key="reward.run_folder",
+            back_to=start.run,
+        ) as run,
         loops() as shown,
     ):
         optimizer = Optimizer(model, reward.optimizer, total_steps=total)
-        loop = shown.start("Reward model", total)
+        checkpoints = Checkpoints(
+            run,
+            reward.checkpoints,
+            tokenizer=tokenizer,
+            models={"model": model},
+            state={"optimizer": optimizer},
+            identity={"training rows": rows_identity(train)},
+        )
+        checkpoints.restore(start)
+        loop = shown.start("Reward model", total, done=start.step)
         order = epochs(
             len(train), reward.batch_size, seed=config.seed, max_steps=reward.max_steps, epochs=reward.epochs
         )
-        for step, indices in enumerate(order, start=1):
+        for step, indices in enumerate(islice(order, start.step, None), start=start.step + 1):
             # 1. One optimiser step over the batch's pairs.
-            metrics = train_step(model, optimizer, [train[i] for i in indices], reward, tokenizer.pad_token_id)
+            rows = [train[i] for i in indices]
+            skipped = optimizer.skipped
+            metrics = train_step(model, optimizer, rows, reward, tokenizer.pad_token_id)
+            metrics["skipped_steps"] = optimizer.skipped
+            if optimizer.skipped > skipped:
+                run.skipped(step, {"rows": [row.row for row in rows]})
 
             # 2. Log, with accuracy on held-out pairs now and then.
             if validation and (step % reward.eval_every == 0 or step == total):
                 metrics.update(evaluate(model, validation, reward, tokenizer.pad_token_id))
             run.log(step, metrics)
+            checkpoints.after(step, metrics)
             held_out = f", held-out {metrics['eval/accuracy']:.2f}" if "eval/accuracy" in metrics else ""
             loop.advance(f"training loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.2f}{held_out}")
 

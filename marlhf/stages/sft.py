@@ -1,17 +1,19 @@
 """Supervised fine-tuning: the policy's start and, frozen, PPO's reference."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from marlhf.checkpoint import Checkpoints, check_checkpoints, find_start, rows_identity
 from marlhf.config import Config, SFTConfig
 from marlhf.data import EncodedRow, encode_rows, epochs, load_rows, load_tokenizer, sft_batch
 from marlhf.engine import Optimizer, check_optimizer, prepare
 from marlhf.models import check_head, load_policy, save_model, token_nll
 from marlhf.models.loading import check_fits, check_model
 from marlhf.progress import loops
-from marlhf.run_folder import RunFolder, check_free
+from marlhf.run_folder import RunFolder
 from marlhf.stages.batches import check_batches, describe_batches, longest, microbatches, step_count
 
 
@@ -24,36 +26,58 @@ def run_sft(config: Config) -> Path:
     sft = config.sft
     check_batches(sft, key="sft")
     check_optimizer(sft.optimizer, key="sft.optimizer")
-    check_free(sft.run_folder, key="sft.run_folder")
+    check_checkpoints(sft.checkpoints, key="sft.checkpoints")
+    start = find_start(config, "sft")
     check_model(sft.model, key="sft.model")
     device = prepare(config)
     tokenizer = load_tokenizer(sft.model.path, trust_remote_code=sft.model.trust_remote_code)
     train_rows, validation_rows = load_rows(sft.data, fields=("prompt", "response"))
     train, counts = encode_rows(train_rows, tokenizer, sft.data, responses=("response",))
     validation, _ = encode_rows(validation_rows[: sft.eval_rows], tokenizer, sft.data, responses=("response",))
-    model = load_policy(sft.model, key="sft.model", device=device, dropout=True)
+    model = load_policy(start.model(sft.model, "model"), key="sft.model", device=device, dropout=True)
     check_head(model.eval(), key="sft.model")
     check_fits(model, tokenizer, key="sft.model", longest=longest(train, validation))
     total = step_count(len(train), sft)
     describe_batches("sft", rows=len(train), held_out=len(validation), counts=counts, stage=sft, total=total)
 
     with (
-        RunFolder(sft.run_folder, config=config, stage="sft", total_steps=total, key="sft.run_folder") as run,
+        RunFolder(
+            sft.run_folder,
+            config=config,
+            stage="sft",
+            total_steps=total,
+            key="sft.run_folder",
+            back_to=start.run,
+        ) as run,
         loops() as shown,
     ):
         optimizer = Optimizer(model, sft.optimizer, total_steps=total)
-        loop = shown.start("SFT", total)
+        checkpoints = Checkpoints(
+            run,
+            sft.checkpoints,
+            tokenizer=tokenizer,
+            models={"model": model},
+            state={"optimizer": optimizer},
+            identity={"training rows": rows_identity(train)},
+        )
+        checkpoints.restore(start)
+        loop = shown.start("SFT", total, done=start.step)
         order = epochs(len(train), sft.batch_size, seed=config.seed, max_steps=sft.max_steps, epochs=sft.epochs)
-        for step, indices in enumerate(order, start=1):
+        for step, indices in enumerate(islice(order, start.step, None), start=start.step + 1):
             # 1. One optimiser step over the batch: every microbatch is divided by the batch's token count.
             model.train()
-            loss, rate = train_step(model, optimizer, [train[i] for i in indices], sft, tokenizer.pad_token_id)
+            rows = [train[i] for i in indices]
+            skipped = optimizer.skipped
+            loss, rate = train_step(model, optimizer, rows, sft, tokenizer.pad_token_id)
+            if optimizer.skipped > skipped:
+                run.skipped(step, {"rows": [row.row for row in rows]})
 
             # 2. Log, and look at the held-out rows now and then.
-            metrics = {"loss": loss, "learning_rate": rate[0], "grad_norm": rate[1]}
+            metrics = {"loss": loss, "learning_rate": rate[0], "grad_norm": rate[1], "skipped_steps": optimizer.skipped}
             if validation and (step % sft.eval_every == 0 or step == total):
                 metrics["eval/loss"] = evaluate(model, validation, sft, tokenizer.pad_token_id)
             run.log(step, metrics)
+            checkpoints.after(step, metrics)
             held_out = f", held-out {metrics['eval/loss']:.3f}" if "eval/loss" in metrics else ""
             loop.advance(f"training loss {loss:.3f}{held_out}")
 
