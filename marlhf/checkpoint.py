@@ -175,6 +175,8 @@ class Checkpoints:
         return value > before if self._config.best_mode == "max" else value < before
 
     def _save(self, step: int) -> None:
+        path = self._run.path / "checkpoints" / f"step_{step:06d}"
+
         def fill(folder: Path) -> None:
             for name, model in self._models.items():
                 save_model(model, self._tokenizer, folder / name)
@@ -185,17 +187,21 @@ class Checkpoints:
                 "torch_random": torch.get_rng_state(),
                 "cuda_random": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             }
-            torch.save(training, folder / "training.pt")
+            try:
+                torch.save(training, folder / "training.pt")
+            except RuntimeError as error:
+                # PyTorch's writer tells a full disk in its own words.
+                reason = str(error).splitlines()[0]
+                raise UserError(f"{path}: cannot be written: {reason}; is the disk full?") from error
             state = {"run": asdict(self._run.state(step)), "best": self._best, "identity": self._identity}
             (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
             manifest = {name: [size, digest] for name, size, digest in _contents(folder)}
             (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
-        write_folder_atomically(self._run.path / "checkpoints" / f"step_{step:06d}", fill)
-        kept = _checkpoints(self._run.path)
-        for path in kept[: -self._config.keep]:
-            if self._best is None or _step(path) != self._best["step"]:
-                shutil.rmtree(path, ignore_errors=True)
+        write_folder_atomically(path, fill)
+        for old in _checkpoints(self._run.path)[: -self._config.keep]:
+            if self._best is None or _step(old) != self._best["step"]:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def check_checkpoints(config: CheckpointConfig, *, key: str) -> None:

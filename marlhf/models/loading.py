@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
@@ -114,7 +115,11 @@ def save_model(model: Any, tokenizer: Any, path: Path) -> None:
             raise DivergedError(f"{path} is not written: {name} is not finite; lower the learning rate")
 
     def fill(folder: Path) -> None:
-        model.save_pretrained(folder, safe_serialization=True)
+        try:
+            model.save_pretrained(folder, safe_serialization=True)
+        except SafetensorError as error:
+            reason = str(error).rpartition("I/O error: ")[2].partition(" (os error")[0]
+            raise UserError(f"{path}: cannot be written: {reason}") from error
         tokenizer.save_pretrained(folder)
 
     write_folder_atomically(path, fill)
@@ -187,6 +192,10 @@ def _load(auto: Any, config: ModelConfig, *, key: str, **extra: Any) -> tuple[An
     if model.config.pad_token_id is None:
         # Sequence classification refuses batches without one; which token it is never matters here.
         model.config.pad_token_id = 0
+    for parameter in model.parameters():
+        # Loaded weights lie in a mapped file at whatever offset. On a CPU the alignment of its operands decides how a
+        # matrix product rounds: in memory of PyTorch's own the same weights give the same bits from any file.
+        parameter.data = parameter.data.clone()
     return model, set(info["missing_keys"])
 
 
