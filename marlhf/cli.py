@@ -123,11 +123,34 @@ def _guarded(work: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("marlhf: stopped; a run that had begun says in its folder's status.json where", file=sys.stderr)
         sys.exit(130)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(
+            f"marlhf: out of memory: {str(error).splitlines()[0] if str(error) else 'no more can be allocated'}\n"
+            "While a model trains, lower the stage's microbatch_size, which changes no result; while PPO samples, "
+            "lower ppo.rollout.generation_batch_size; shorter data.max_prompt_tokens, data.max_response_tokens or "
+            "rollout.max_new_tokens, or a model.dtype of bfloat16, help everywhere. --resume goes on from the last "
+            "checkpoint",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] in {"marlhf", "marlhf_kernels"}:
             raise
         print(f"marlhf: {error.name} is not installed; {EXTRA}", file=sys.stderr)
         sys.exit(2)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of a GPU, of Python, or of PyTorch's CPU allocator, which raises a plain RuntimeError."""
+    words = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in words
+        or "not enough memory" in words
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from marlhf import cli
 from marlhf.errors import UserError
@@ -177,6 +178,33 @@ def test_what_ends_a_command_decides_its_exit_code(marlhf: Run, monkeypatch: pyt
     assert code == 2
     assert "peft is not installed" in err
     assert "marlhf[train]" in err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_says_which_knob_to_turn(marlhf: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    stage_that_raises(monkeypatch, error)
+    code, _, err = marlhf("sft")
+    assert code == 2
+    assert "out of memory" in err
+    for knob in ("microbatch_size", "ppo.rollout.generation_batch_size", "max_new_tokens", "--resume"):
+        assert knob in err
+
+
+def test_resume_is_an_option_of_every_training_stage(marlhf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from marlhf.stages import ppo, reward, sft
+
+    for module, name in ((sft, "sft"), (reward, "reward"), (ppo, "ppo")):
+        seen: list[bool] = []
+        monkeypatch.setattr(module, f"run_{name}", lambda config, seen=seen: seen.append(config.resume))
+        assert marlhf(name, "--resume")[0] == marlhf(name)[0] == 0
+        assert seen == [True, False]
 
 
 def test_a_fault_of_ours_keeps_its_traceback(marlhf: Run, monkeypatch: pytest.MonkeyPatch) -> None:

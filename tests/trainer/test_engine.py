@@ -10,7 +10,7 @@ from torch import nn
 
 from marlhf.config import Config, OptimizerConfig
 from marlhf.engine import Optimizer, check_optimizer, disable_dropout, freeze, next_seed, prepare, rollout_generator
-from marlhf.errors import ConfigError
+from marlhf.errors import ConfigError, DivergedError
 
 
 def rates(total: int, **settings: Any) -> list[float]:
@@ -73,6 +73,40 @@ def test_gradients_are_clipped_to_the_stated_norm() -> None:
     assert seen[1].tolist()[0] == pytest.approx([0.03, 0.04], abs=1e-6)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_moves_nothing(bad: float) -> None:
+    """The step is skipped and counted, moments and schedule stay where they were; a finite one starts the row anew."""
+    layer, twin = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    twin.load_state_dict(layer.state_dict())
+    config = OptimizerConfig(learning_rate=0.1, schedule="linear", max_skipped_steps=2)
+    optimizer, other = (Optimizer(model, config, total_steps=4) for model in (layer, twin))
+    for gradient in ([1.0, bad], [2.0, 1.0], [bad, bad], [bad, 0.0], [-1.0, 3.0]):
+        layer.weight.grad = torch.tensor([gradient])
+        norm = optimizer.step().item()
+        assert layer.weight.grad is None
+        assert math.isfinite(norm) == all(map(math.isfinite, gradient))
+        if math.isfinite(norm):
+            twin.weight.grad = torch.tensor([gradient])
+            other.step()
+        assert torch.equal(layer.weight, twin.weight)
+        assert optimizer.learning_rate == other.learning_rate
+    assert (optimizer.skipped, other.skipped) == (3, 0)
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = Optimizer(layer, OptimizerConfig(learning_rate=0.1, max_skipped_steps=2), total_steps=9)
+    for _ in range(2):
+        layer.weight.grad = torch.tensor([[math.nan]])
+        optimizer.step()
+    again = Optimizer(layer, OptimizerConfig(learning_rate=0.1, max_skipped_steps=2), total_steps=9)
+    again.load_state_dict(optimizer.state_dict())
+    for one in (optimizer, again):
+        layer.weight.grad = torch.tensor([[math.nan]])
+        with pytest.raises(DivergedError, match=r"not finite in 3 steps in a row, at a learning rate of 0.1"):
+            one.step()
+
+
 def test_frozen_parameters_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     freeze(model[0].parameters())
@@ -91,6 +125,7 @@ def test_frozen_parameters_are_left_out() -> None:
         ({"eps": 0.0}, "eps"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"warmup_steps": -1}, "warmup_steps"),
+        ({"max_skipped_steps": -1}, "max_skipped_steps"),
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"weight_decay": math.nan}, "weight_decay"),
         ({"betas": (0.9, 1.0)}, "betas"),

@@ -1,11 +1,13 @@
 """Supervised fine-tuning from files to a folder that transformers loads."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from marlhf.config import Config, DataConfig, ModelConfig, OptimizerConfig, SFTConfig
@@ -314,6 +316,30 @@ def test_held_out_rows_may_all_be_dropped(tmp_path: Path, words: list[str]) -> N
     with pytest.raises(UserError, match="no training row is left"):
         run_sft(resolved(tmp_path / "b", *words, f"sft.data.train={longer}", *short))
     assert not (tmp_path / "b").exists()
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    original = sft.token_nll
+
+    def broken(*args: Any) -> tuple[Tensor, int]:
+        nll, count = original(*args)
+        calls.append(count)
+        return (nll * math.nan if len(calls) == 2 else nll), count
+
+    monkeypatch.setattr(sft, "token_nll", broken)
+    run = run_sft(resolved(tmp_path, *words, "sft.max_steps=3", "sft.eval_every=3")).parent
+    lines = read_jsonl(run / "metrics.jsonl")
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 1]
+    assert lines[1]["loss"] is None
+    assert lines[1]["grad_norm"] is None
+    [kept] = (run / "skipped").iterdir()
+    assert kept.name == "step_000002_1.json"
+    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 4
+    assert all(row in ROWS for row in rows)
 
 
 def test_a_failure_in_the_loop_is_recorded(tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
