@@ -27,7 +27,7 @@ def generate(model: Model) -> tuple[Tensor, Tensor]:
     """[B, T] tokens, and [B, T] which of them count: those up to STOP, STOP included."""
     tokens = torch.full((BATCH, LENGTH), STOP)
     for t in range(LENGTH):
-        tokens[:, t] = torch.multinomial(model(tokens)[0][:, t].exp(), 1).squeeze(1)
+        tokens[:, t] = torch.multinomial(model(tokens[:, : t + 1])[0][:, t].exp(), 1).squeeze(1)
     stops = (tokens == STOP).long()
     return tokens, stops.cumsum(1) - stops == 0
 
