@@ -71,17 +71,22 @@ def external_responses(
     stopped = [False] * len(prompts)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for number, part in enumerate(buckets(prompts, config.generation_batch_size)):
-        given = engine(
-            [list(prompts[i]) for i in part],
-            rows=[rows[i] for i in part] if rows else [{} for _ in part],
-            model=model,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            stop_token_ids=list(stops),
-            seed=seed + number,
-        )
+        try:
+            given = engine(
+                [list(prompts[i]) for i in part],
+                rows=[rows[i] for i in part] if rows else [{} for _ in part],
+                model=model,
+                max_new_tokens=config.max_new_tokens,
+                temperature=config.temperature,
+                top_k=config.top_k,
+                top_p=config.top_p,
+                stop_token_ids=list(stops),
+                seed=seed + number,
+            )
+        except UserError:
+            raise
+        except Exception as error:  # whatever the user's own code raises
+            raise UserError(f"`rollout.engine` ({config.engine}) raised {type(error).__name__}: {error}") from error
         try:
             found = checked(given, len(part), longest=config.max_new_tokens, vocabulary=vocabulary, stops=stops)
         except ValueError as error:

@@ -231,7 +231,8 @@ def test_a_batch_of_nothing_changes_nothing(make: Callable[..., Models]) -> None
     models, config = make(), settings()
     before = [parameter.clone() for parameter in models.policy.parameters()]
     responses = responses_of([([1, 40], []), ([1], [])])
-    empty = replace(responses, response_ids=torch.zeros(2, 3, dtype=torch.long), response_mask=torch.zeros(2, 3) > 0)
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    empty = replace(responses, response_ids=nothing.long(), response_mask=nothing, action_mask=nothing)
     metrics = models.update(models.complete(empty, config), config)
     assert all(math.isfinite(value) for value in metrics.values())
     for one, other in zip(before, models.policy.parameters(), strict=True):
