@@ -1,4 +1,4 @@
-"""Learning that cannot be faked: an exact reward on prompts that training never saw, and controls that must not learn."""
+"""Learning that cannot be faked: an exact reward on prompts never trained on, and controls that must not learn."""
 
 from collections.abc import Callable
 from itertools import permutations

@@ -373,7 +373,7 @@ def test_a_function_alone_needs_no_reward_model(
     from marlhf.user_code import load_function
 
     prompts, responses, rows = load_function(functions, "length", key="x").__globals__["seen"][1]
-    assert {prompt for prompt in prompts} <= {row["prompt"] for row in ROWS}
+    assert set(prompts) <= {row["prompt"] for row in ROWS}
     assert [row["prompt"] for row in rows] == prompts
     assert all(row["response"] in {other["response"] for other in ROWS} for row in rows)
     assert all(isinstance(response, str) for response in responses)
