@@ -165,7 +165,8 @@ def update(
     """`ppo_epochs * minibatches` optimiser steps over one rollout, fewer past `max_kl`; returns their metrics.
 
     Losses are divided by the count of the whole minibatch, so its split into microbatches changes nothing.
-    `optimizers` are the policy's and, where there is a critic, the critic's. `keep_skipped` is given each minibatch whose step one of the optimisers skipped.
+    `optimizers` are the policy's and, where there is a critic, the critic's. `keep_skipped` is given each minibatch
+    whose step one of them skipped.
     """
     policy_unit, value_unit = level_unit(config.ratio_level), level_unit(config.value_level)
     metrics = UpdateMetrics()

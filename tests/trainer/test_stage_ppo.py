@@ -86,7 +86,8 @@ class Models:
 
     def update(self, rollout: Rollout, config: PPOConfig, *, seed: int = 0) -> dict[str, float]:
         order = torch.Generator().manual_seed(seed)
-        return update(rollout, self.policy, self.critic, *self.optimizers, config, order)
+        optimizers = dict(zip(("policy", "critic"), self.optimizers, strict=True))
+        return update(rollout, self.policy, self.critic, optimizers, config, order)
 
 
 @pytest.fixture
