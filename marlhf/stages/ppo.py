@@ -55,8 +55,8 @@ def run_ppo(config: Config) -> Path:
     check_fits(policy, tokenizer, key="ppo.model", longest=longest)
     reference = load_policy(ppo.model, key="ppo.model", device=device).eval()
     freeze(reference.parameters())
+    check_recorded([row.row for row in train], config=ppo.rollout, vocabulary=len(tokenizer), stops=stops)
     rows = [row.row for row in train + validation]
-    check_recorded(rows, config=ppo.rollout, vocabulary=len(tokenizer), stops=stops)
     rewards = load_rewards(ppo, policy=policy, tokenizer=tokenizer, rows=rows, longest=longest, device=device)
     critic = start_critic(rewards, start, config, device)
     describe(ppo, prompts=len(train), held_out=len(validation), counts=counts)
