@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from marlhf.errors import ConfigError
+from marlhf.presets import PRESETS
 
 # OmegaConf's structured configs read `Optional[...]`; `X | None` is not understood by every supported version.
 # ruff: noqa: UP045
@@ -136,6 +137,9 @@ class RewardConfig:
     batch_size: int = 32
     """Pairs per optimiser step."""
     microbatch_size: Optional[int] = None
+    loss: str = "last"
+    """Where scores of a pair are compared: at the `last` token of each, or as the released code of MA-RLHF does
+    (and DeepSpeed-Chat) at every position from the first token in which the two differ (`divergence`)."""
     center_coef: float = 0.01
     """Weight of the mean of (chosen + rejected score)^2 in the loss. Pairs say nothing of how scores compare
     between prompts; this holds every prompt's scores around 0 (Eisenstein et al., arXiv 2312.09244)."""
@@ -372,6 +376,12 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             layers.append((f"`{override}`", OmegaConf.from_dotlist([override])))
         except Exception as error:
             raise ConfigError(f"`{override}`: the value is not valid YAML: {error}") from error
+
+    # The last layer that names a preset chooses it; what the others say stands above it.
+    preset = next((layer.preset for _, layer in reversed(layers) if "preset" in layer), None)
+    if preset is not None:
+        name = one_of(str(preset), list(PRESETS), key="preset")
+        layers.insert(0, (f"preset {name}", OmegaConf.create(PRESETS[name])))
 
     merged = OmegaConf.structured(Config)
     for origin, layer in layers:

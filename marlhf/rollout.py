@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from marlhf.advantages import estimate, whitens
 from marlhf.config import PPOConfig, RolloutConfig
-from marlhf.data import left_pad
+from marlhf.data import left_pad, position_ids
 from marlhf.errors import ConfigError, DivergedError
 from marlhf.models import response_logprobs, response_values, sequence_scores
 from marlhf.responses import Responses
@@ -283,3 +283,24 @@ def end_values(critic: Any, responses: Responses) -> Tensor:
     ids = torch.cat([responses.prompt_ids, responses.response_ids], dim=1)
     mask = torch.cat([responses.prompt_mask, responses.response_mask], dim=1)
     return sequence_scores(critic, ids, mask, centred=False).masked_fill(~responses.truncated, 0.0)
+
+
+@torch.no_grad()
+def sampling_kl(policy: Any, rollout: Rollout, config: RolloutConfig, *, size: int | None) -> float:
+    """Mean over tokens of the KL, in nats, of the law that was sampled (temperature, top-k, top-p) from the scored."""
+    total = torch.zeros((), device=rollout.scores.device)
+    for _, part in rollout.microbatches(size):
+        ids = torch.cat([part.prompt_ids, part.response_ids], dim=1)
+        mask = torch.cat([part.prompt_mask, part.response_mask], dim=1)
+        logits = policy(input_ids=ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=False).logits
+        first = part.prompt_ids.shape[1] - 1
+        logits = logits[:, first : first + part.response_ids.shape[1]][part.action_mask].float()
+        sampled = logits / config.temperature
+        if config.top_k:
+            sampled = TopKLogitsWarper(config.top_k)(ids, sampled)
+        if config.top_p < 1:
+            sampled = TopPLogitsWarper(config.top_p)(ids, sampled)
+        law = sampled.log_softmax(-1)
+        scored = (logits / scored_temperature(config)).log_softmax(-1)
+        total += (law.exp() * (law - scored).masked_fill(law == -math.inf, 0.0)).sum()
+    return (total / rollout.action_mask.sum().clamp(min=1)).item()

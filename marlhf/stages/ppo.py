@@ -22,7 +22,7 @@ from marlhf.models import check_head, load_critic, load_policy, load_reward_mode
 from marlhf.models.loading import check_fits, save_model
 from marlhf.progress import Clock, loops
 from marlhf.rewards import KLController, Rewards, k2_loss, load_rewards
-from marlhf.rollout import Rollout, complete, generate, scored_temperature, stop_ids
+from marlhf.rollout import Rollout, complete, generate, sampling_kl, scored_temperature, stop_ids
 from marlhf.run_folder import RunFolder
 from marlhf.sampling import check_recorded
 from marlhf.stages.evaluate import evaluate_policy, print_rollout
@@ -117,6 +117,8 @@ def run_ppo(config: Config) -> Path:
 
             # 3. Update policy and critic: every minibatch is one optimiser step of each.
             metrics = rollout_metrics(rollout, kl.coefficient, sources=rewards.names)
+            if ppo.rollout.allow_mismatched_sampling:
+                metrics["sampling_kl"] = sampling_kl(policy, rollout, ppo.rollout, size=ppo.microbatch_size)
             keep = partial(run.skipped, iteration)
             metrics.update(update(rollout, policy, critic, optimizers, ppo, order, keep))
             clock.lap("update")

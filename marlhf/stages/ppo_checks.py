@@ -121,3 +121,10 @@ def describe(config: PPOConfig, *, prompts: int, held_out: int, counts: dict[str
     for what, count in counts.items():
         if count:
             console.print(f"  {what.replace('_', ' ')}: {count:,}", highlight=False, markup=False)
+    if config.rollout.allow_mismatched_sampling:
+        console.print(
+            "  warning: responses are sampled from another law than the one that is scored, so no ratio is right; "
+            "sampling_kl in the metrics is how far apart the two are",
+            highlight=False,
+            markup=False,
+        )

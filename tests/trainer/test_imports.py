@@ -27,6 +27,7 @@ FLOORS = {
             "engine",
             "advantages",
             "checkpoint",
+            "presets",
             "responses",
             "sampling",
             "user_code",

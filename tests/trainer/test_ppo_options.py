@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from marlhf.config import ModelConfig, PPOConfig
+from marlhf.advantages import estimate, whitens
+from marlhf.config import ModelConfig, PPOConfig, RolloutConfig, load_config
 from marlhf.data import train_tokenizer
 from marlhf.errors import UserError
 from marlhf.models import load_policy, load_reward_model, response_logprobs, sequence_scores
 from marlhf.rewards.sources import FunctionReward, ModelReward, Reader, Rewards
-from marlhf.rollout import Rollout
+from marlhf.rollout import Rollout, sampling_kl
 from marlhf.stages import ppo
 from marlhf.stages.ppo import run_ppo
+from marlhf.termination import Seen, macro_ids
+from marlhf.user_code import load_function
+from marlhf_kernels import kl_penalized_rewards
+from tests.cases.golden_cases import CASES
 from tests.trainer.test_rollout import PAIRS, responses_of
 from tests.trainer.test_stage_ppo import Models, make, settings, words
-from tests.trainer.tiny import ROWS, read_jsonl, resolved, save_scorer, status, write_jsonl
+from tests.trainer.tiny import ROWS, read_jsonl, resolved, save_scorer, status, without_times, write_jsonl
 
 __all__ = ["make", "words"]
 CPU = torch.device("cpu")
@@ -370,8 +375,6 @@ def test_a_function_alone_needs_no_reward_model(
         assert torch.equal(parameter, dict(starts[0].transformer.named_parameters())[name])
     assert starts[0].score.weight.std().item() == pytest.approx(1 / 17**0.5, rel=0.6)
     assert lines_of(run)[0]["score"] == lines_of(run)[0]["response_length"]
-    from marlhf.user_code import load_function
-
     prompts, responses, rows = load_function(functions, "length", key="x").__globals__["seen"][1]
     assert set(prompts) <= {row["prompt"] for row in ROWS}
     assert [row["prompt"] for row in rows] == prompts
@@ -382,8 +385,6 @@ def test_a_function_alone_needs_no_reward_model(
 
 
 def rewarded(models: Models, functions: str, name: str, per: str, config: PPOConfig, tokenizer: Any) -> Rollout:
-    from marlhf.user_code import load_function
-
     function = load_function(functions, name, key="x")
     source = FunctionReward(function, where=f"{functions}:{name}", name=name, weight=2.0, per=per, tokenizer=tokenizer)
     models.rewards = Rewards([source])
@@ -499,3 +500,106 @@ def test_contradictions_are_refused(tmp_path: Path, words: list[str]) -> None:
     for word, message in (("ppo.gamma=0.9", r"`ppo.gamma` is 0.9"), ("ppo.bootstrap_truncated=true", r"no critic")):
         with pytest.raises(UserError, match=message):
             run_ppo(resolved(tmp_path, *words, *grouped, word))
+
+
+# Resuming
+
+
+def test_a_run_without_a_critic_resumes_to_the_same_bits(tmp_path: Path, words: list[str], functions: str) -> None:
+    """Four iterations are two and two more, with macro actions drawn at random and a function for rewards."""
+    options = (
+        "ppo.estimator=rloo",
+        "ppo.samples_per_prompt=2",
+        "ppo.termination.rule=randomized",
+        "ppo.termination.lengths=[1,2]",
+        f"ppo.rewards=[{{kind: function, file: {functions}, name: length}}]",
+        "ppo.checkpoints.every=1",
+    )
+    found = []
+    for name, lengths in (("whole", ("4",)), ("parts", ("2", "4"))):
+        for length in lengths:
+            more = (f"ppo.run_folder={tmp_path / name}", f"ppo.iterations={length}", f"resume={length != lengths[0]}")
+            run = run_ppo(resolved(tmp_path, *words, *options, *more)).parent
+        found.append((without_times(read_jsonl(run / "metrics.jsonl")), (run / "final/model.safetensors").read_bytes()))
+    assert found[0] == found[1]
+    Path(functions).write_text(
+        "def length(prompts, responses, rows):\n    return [0.0] * len(rows)\n", encoding="utf-8"
+    )
+    with pytest.raises(UserError, match=r"began with other rewards of length"):
+        run_ppo(resolved(tmp_path, *words, *options, *more, "ppo.iterations=5"))
+
+
+# The released code
+
+
+def test_the_preset_of_the_released_code() -> None:
+    """Stands above the defaults and below what a file and the command line say."""
+    config = load_config(None, ["preset=released_code"])
+    assert config.sft.train_on_prompt
+    assert config.reward.loss == "divergence"
+    assert config.ppo.rollout.top_k == 50
+    assert config.ppo.rollout.allow_mismatched_sampling
+    assert config.ppo.termination.lengths == [1, 2, 3, 5, 10]
+    assert config.ppo.termination.isolate_last
+    assert (config.ppo.score_clip, config.ppo.value_clip, config.ppo.whiten_advantages) == (2.5, 0.2, False)
+    assert config.ppo.reward_weights == config.ppo.value_weights == "mean"
+    changed = load_config(None, ["ppo.score_clip=1", "ppo.value_weights=position_reversed", "preset=released_code"])
+    assert changed.ppo.score_clip == 1
+    assert changed.ppo.reward_weights == "position_reversed"
+    assert load_config(None, ["preset=released_code", "preset=null"]).ppo.rollout.top_k == 0
+    with pytest.raises(UserError, match=r"`preset` is 'released'; known: released_code. Did you mean"):
+        load_config(None, ["preset=released"])
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case["termination"] == "fixed"], ids=lambda case: case["id"]
+)
+def test_the_preset_gives_the_numbers_of_the_released_code(case: dict[str, Any]) -> None:
+    """From log-probabilities, values and score to advantages and returns, number for number."""
+    config = load_config(
+        None,
+        [
+            "preset=released_code",
+            f"ppo.termination.n={case['ngram']}",
+            f"ppo.value_weights={case['value_weights']}",
+            f"ppo.gamma={case['gamma']}",
+            f"ppo.lam={case['lam']}",
+        ],
+    ).ppo
+    logprobs, ref, values = (torch.tensor([case[name]]) for name in ("logprobs", "ref_logprobs", "values"))
+    mask = torch.ones(logprobs.shape, dtype=torch.bool)
+    ids = macro_ids(config.termination, Seen(mask, mask, ref, torch.Generator()))
+    rewards, _ = kl_penalized_rewards(
+        torch.tensor([case["score"]]), logprobs, ref, ids, kl_coef=case["kl_coef"], score_clip=config.score_clip
+    )
+    advantages, returns = estimate(rewards, values, ids, config=config)
+    assert ids[0].tolist() == case["macro_ids"]
+    first = [case["macro_ids"].index(k) for k in range(max(case["macro_ids"]) + 1)]
+    for name, column in (("macro_advantages", advantages), ("macro_returns", returns)):
+        assert column[0, first].tolist() == pytest.approx(case[name], abs=1e-5)
+    assert not whitens(config)
+
+
+def test_the_released_code_samples_another_law_and_says_so(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Top-k 50 at temperature .7, scored at 1: the ratio starts at 1 all the same, and the KL is logged."""
+    run = run_ppo(resolved(tmp_path, *words, "preset=released_code", "ppo.rollout.temperature=0.7")).parent
+    assert "sampled from another law than the one that is scored" in " ".join(capsys.readouterr().out.split())
+    assert all(line["sampling_kl"] > 0.01 for line in lines_of(run))
+
+
+def test_the_kl_between_sampled_and_scored_law_by_hand(make: Callable[..., Models]) -> None:
+    """Top-k renormalises: its KL is the mean of -log of the mass that is kept."""
+    models = make()
+    rollout = models.complete(responses_of(PAIRS), settings())
+    rows = []
+    for prompt, response in PAIRS:
+        with torch.no_grad():
+            law = models.policy(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].softmax(-1)
+        rows.append(-law.topk(5).values.sum(-1).log())
+    expected = torch.cat(rows).mean().item()
+    for size in (None, 1, 3):
+        config = RolloutConfig(top_k=5, allow_mismatched_sampling=True)
+        assert sampling_kl(models.policy, rollout, config, size=size) == pytest.approx(expected, rel=1e-4)
+    assert sampling_kl(models.policy, rollout, RolloutConfig(temperature=0.5), size=None) == pytest.approx(0, abs=1e-6)
