@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from marlhf.errors import ConfigError
+from marlhf.presets import PRESETS
 
 # OmegaConf's structured configs read `Optional[...]`; `X | None` is not understood by every supported version.
 # ruff: noqa: UP045
@@ -136,6 +137,9 @@ class RewardConfig:
     batch_size: int = 32
     """Pairs per optimiser step."""
     microbatch_size: Optional[int] = None
+    loss: str = "last"
+    """Where scores of a pair are compared: at the `last` token of each, or as the released code of MA-RLHF does
+    (and DeepSpeed-Chat) at every position from the first token in which the two differ (`divergence`)."""
     center_coef: float = 0.01
     """Weight of the mean of (chosen + rejected score)^2 in the loss. Pairs say nothing of how scores compare
     between prompts; this holds every prompt's scores around 0 (Eisenstein et al., arXiv 2312.09244)."""
@@ -152,16 +156,23 @@ class RewardConfig:
 class RolloutConfig:
     """How responses are sampled."""
 
+    engine: str = "hf"
+    """`hf` (transformers' generator in this process), `module:function` or `file.py:function` (your own, for example
+    a client of a serving engine; see `marlhf/sampling.py`), or `jsonl`: the rows bring recorded responses as
+    `response_ids` and `roles`, one id and one of `assistant`, `tool` and `user` per token."""
     batch_size: int = 64
     """Prompts per iteration."""
     generation_batch_size: Optional[int] = None
-    """Prompts per call of the generator; None: all at once."""
+    """Prompts per call of the engine, those of like length together; None: all at once."""
     max_new_tokens: int = 128
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     stop_token_ids: Optional[list[int]] = None
     """None: the tokenizer's end-of-sequence token."""
+    allow_mismatched_sampling: bool = False
+    """Sample with top-k, top-p or another temperature and score at temperature 1 all the same, so that ratios are
+    wrong from the start. For `preset: released_code` alone, whose code does so; the mismatch is logged."""
 
 
 @dataclass
@@ -169,9 +180,38 @@ class TerminationConfig:
     """Where one macro action ends and the next begins."""
 
     rule: str = "fixed"
-    """`fixed` (n tokens), `token` (token-level PPO) or `whole` (the response is one macro action)."""
+    """`fixed` (n tokens), `token` (token-level PPO), `whole` (the response is one macro action), `randomized`
+    (lengths drawn anew for each response and rollout), `perplexity` (ends where the text becomes less predictable
+    to the reference) or `turn` (a run of tokens that the policy wrote, up to a tool's or user's answer)."""
     n: int = 5
     """Tokens per macro action for `fixed`."""
+    lengths: list[int] = field(default_factory=lambda: [2, 3, 5, 10])
+    """`randomized`: each of these lengths comes `repeats` times, shuffled; the rest is one macro action."""
+    repeats: int = 3
+    perplexity_rule: str = "running_mean"
+    """`running_mean`: a token whose negative log-likelihood is above the mean of the macro action so far opens the
+    next one; `neighbour`: above that of the token before it."""
+    isolate_last: bool = False
+    """Make the last token, which is paid the score, a macro action of its own, as the released code of MA-RLHF
+    does; only then can `reward_weights` be an average."""
+
+
+@dataclass
+class RewardSourceConfig(ModelConfig):
+    """One source of rewards: a reward model (the keys of a model) or a Python function (`file` and `name`)."""
+
+    kind: str = "model"
+    """`model` or `function`."""
+    file: str = ""
+    """`function`: your Python file. It is run, because you name it here."""
+    name: str = ""
+    """`function`: which function, `f(prompts, responses, rows) -> scores`; the name in metrics for both kinds."""
+    weight: float = 1.0
+    per: str = "response"
+    """`function`: it gives one number per `response`, or for each response a list with one per `token` or per
+    `macro` action that the policy wrote."""
+    retokenize: bool = False
+    """`model`: it has a tokenizer of its own, so the text is encoded again for it, as the reward stage would."""
 
 
 @dataclass
@@ -181,6 +221,8 @@ class PPOConfig:
     run_folder: str = "${run_folder}/ppo"
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="${sft.run_folder}/final"))
     reward_model: ModelConfig = field(default_factory=lambda: ModelConfig(path="${reward.run_folder}/final"))
+    rewards: list[RewardSourceConfig] = field(default_factory=list)
+    """Sources whose weighted scores are added; empty: `reward_model` alone."""
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     termination: TerminationConfig = field(default_factory=TerminationConfig)
@@ -188,7 +230,14 @@ class PPOConfig:
     critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=5e-6))
     iterations: int = 100
     """Rollout batches. Each gives `ppo_epochs * minibatches` optimiser steps."""
+    estimator: str = "gae"
+    """Advantages by `gae` with a critic, or without one by `rloo`, `grpo` or `reinforce`: `marlhf/advantages.py`."""
+    samples_per_prompt: int = 1
+    """Responses per prompt in a rollout batch; `rloo` and `grpo` compare them with each other and need 2 or more."""
     ppo_epochs: int = 2
+    max_kl: Optional[float] = None
+    """Ends an iteration's update before the minibatch whose mean KL to the policy that sampled is above this: the
+    mean over its tokens of e^d - 1 - d, d = logp - old logp, logged as `approx_kl`. None: never."""
     minibatches: int = 2
     """Optimiser steps per epoch over a rollout batch."""
     microbatch_size: Optional[int] = None
@@ -200,10 +249,21 @@ class PPOConfig:
     """KL per response that the adaptive controller holds; None keeps `kl_coef` fixed."""
     kl_horizon: int = 10000
     """Responses over which the adaptive controller moves `kl_coef`."""
+    kl_loss_coef: float = 0.0
+    """Weight of the KL to the reference as a loss: the mean over tokens of d^2 / 2, d = logp - reference logp, whose
+    gradient is that of the KL (k2; J. Schulman, "Approximating KL divergence", 2020). Usually with `kl_coef: 0`."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus, the mean over tokens (Mnih et al., arXiv 1602.01783)."""
     score_clip: Optional[float] = None
-    """Scores are clamped to +- this value before they become rewards."""
+    """Scores are clamped to +- this value before they become rewards, after the penalties and the whitening below."""
     score_standardize: bool = False
     """Divide centred scores by the deviation that was saved with the reward model."""
+    score_whiten: bool = False
+    """Shift and scale the scores of a rollout batch, penalties included, to mean 0 and deviation 1."""
+    length_penalty: Optional[float] = None
+    """What each token of a response beyond `length_penalty_from` costs; None: nothing. With 1 / c and
+    `max_new_tokens` - c it is the soft overlong punishment of DAPO (Yu et al., arXiv 2503.14476)."""
+    length_penalty_from: int = 0
     missing_stop_penalty: Optional[float] = None
     """What a response without a stop token costs; None: nothing."""
     missing_stop_mode: str = "subtract"
@@ -214,7 +274,11 @@ class PPOConfig:
     """`macro` or `token`: what gamma and lam are counted per."""
     reward_weights: str = "sum"
     value_weights: str = "mean"
-    whiten_advantages: bool = True
+    bootstrap_truncated: bool = False
+    """The value after a response without a stop token is the critic's, not 0: it would have gone on (Pardo et al.,
+    arXiv 1712.00378)."""
+    whiten_advantages: Optional[bool] = None
+    """Advantages of a rollout batch get mean 0 and deviation 1 over its tokens; None: not for `rloo` and `grpo`."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: Optional[float] = None
@@ -225,7 +289,8 @@ class PPOConfig:
     value_clip: Optional[float] = 0.2
     value_level: str = "token"
     critic_head: str = "reward"
-    """The critic's head: `reward` copies the reward model's, `zero` starts at value 0 everywhere."""
+    """The critic's head: `reward` copies the reward model's, `zero` starts at value 0 everywhere. Without a reward
+    model that reads the policy's tokens, the critic starts from the policy, and `reward` is a fresh head."""
     eval_every: int = 10
     """Iterations between evaluations on the validation prompts; one runs at the start and at the end."""
     eval_rows: int = 128
@@ -268,6 +333,9 @@ class Config:
     """Everything that a run reads."""
 
     run_folder: str = "runs/run"
+    preset: Optional[str] = None
+    """`released_code`: the settings of the code that was released with MA-RLHF, where it differs from the paper; they
+    replace the defaults, and what your file says replaces them."""
     seed: int = 0
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
@@ -308,6 +376,12 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             layers.append((f"`{override}`", OmegaConf.from_dotlist([override])))
         except Exception as error:
             raise ConfigError(f"`{override}`: the value is not valid YAML: {error}") from error
+
+    # The last layer that names a preset chooses it; what the others say stands above it.
+    preset = next((layer.preset for _, layer in reversed(layers) if "preset" in layer), None)
+    if preset is not None:
+        name = one_of(str(preset), list(PRESETS), key="preset")
+        layers.insert(0, (f"preset {name}", OmegaConf.create(PRESETS[name])))
 
     merged = OmegaConf.structured(Config)
     for origin, layer in layers:
@@ -366,6 +440,12 @@ def _refuse_unknown_keys(layer: DictConfig, section: type, origin: str, prefix: 
         inner = value.get(key) if isinstance(value, dict) else None
         if isinstance(inner, dict):
             _refuse_unknown_keys(OmegaConf.create(inner), cast(type, kind), origin, f"{prefix}{name}.")
+        elif isinstance(inner, list):
+            for number, entry in enumerate(inner):
+                if isinstance(entry, dict):
+                    _refuse_unknown_keys(
+                        OmegaConf.create(entry), cast(type, kind), origin, f"{prefix}{name}[{number}]."
+                    )
         elif inner is None:
             raise ConfigError(f"{origin}: the section `{prefix}{name}` is empty; give it keys or take it out")
         else:

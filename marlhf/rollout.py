@@ -5,79 +5,32 @@ Prompts are left-padded to P tokens and responses right-padded to T.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 
+from marlhf.advantages import estimate, whitens
 from marlhf.config import PPOConfig, RolloutConfig
-from marlhf.data import left_pad
+from marlhf.data import left_pad, position_ids
 from marlhf.errors import ConfigError, DivergedError
-from marlhf.models import response_logprobs, response_values
-from marlhf.rewards import penalise_missing_stop, scores_of_responses
-from marlhf.termination import macro_ids
-from marlhf_kernels import masked_whiten, rollout_advantages
-
-Batch = TypeVar("Batch", bound="Responses")
-
-
-@dataclass
-class Responses:
-    """Sampled responses, stop token included where there is one."""
-
-    prompt_ids: Tensor  # [B, P] int64
-    prompt_mask: Tensor  # [B, P] bool
-    response_ids: Tensor  # [B, T] int64
-    response_mask: Tensor  # [B, T] bool, from lengths
-    truncated: Tensor  # [B] bool: no stop token was seen
-
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens in each response, `[B]`."""
-        return self.response_mask.sum(dim=1)
-
-    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the models read: prompt ids and mask, response ids and mask."""
-        return self.prompt_ids, self.prompt_mask, self.response_ids, self.response_mask
-
-    def __getitem__(self: Batch, rows: Tensor | slice) -> Batch:
-        return type(self)(**{entry.name: getattr(self, entry.name)[rows] for entry in fields(self)})
-
-    def as_lists(self) -> dict[str, object]:
-        """Every tensor as nested lists, for a person to look at."""
-        return {entry.name: getattr(self, entry.name).tolist() for entry in fields(self)}
-
-    def microbatches(self: Batch, size: int | None) -> Iterator[tuple[Tensor, Batch]]:
-        """Row numbers and rows in parts of at most `size`, without the columns that are padding in a whole part.
-
-        Rows of like length go together, so that little padding is left; None: all rows in one part. Lengths
-        are read on the host once.
-        """
-        prompts, responses = self.prompt_mask.sum(dim=1), self.lengths
-        order = (prompts + responses).argsort(stable=True)
-        for rows in order.split(size or max(1, order.shape[0])):
-            part = self[rows]
-            if rows.numel():
-                width = part.prompt_mask.shape[1] - int(prompts[rows].max())
-                length = max(1, int(responses[rows].max()))
-                part = type(part)(**{entry.name: part._trimmed(entry.name, width, length) for entry in fields(part)})
-            yield rows, part
-
-    def _trimmed(self, name: str, skipped: int, length: int) -> Tensor:
-        column: Tensor = getattr(self, name)
-        if column.dim() == 1:
-            return column
-        return column[:, skipped:] if name in ("prompt_ids", "prompt_mask") else column[:, :length]
+from marlhf.models import response_logprobs, response_values, sequence_scores
+from marlhf.responses import Responses
+from marlhf.rewards import Rewards, penalise_length, penalise_missing_stop
+from marlhf.sampling import buckets, external_responses, load_engine
+from marlhf.termination import Seen, macro_ids
+from marlhf_kernels import kl_penalized_rewards, masked_whiten
 
 
 @dataclass
 class Rollout(Responses):
     """Responses with everything that an update needs, and the KL-penalised rewards they came from."""
 
-    scores: Tensor  # [B] centred, before clipping and before the KL penalty
+    scores: Tensor  # [B] all that rewards add up to, before clipping and before the KL penalty
+    source_scores: Tensor  # [B, S] what each source of rewards gave, without its weight
     logprobs: Tensor  # [B, T] under the policy that sampled, by the training forward
     ref_logprobs: Tensor  # [B, T] under the reference
     entropy: Tensor  # [B, T]
@@ -87,6 +40,9 @@ class Rollout(Responses):
     kl: Tensor  # [B, T] by the chosen estimator
     advantages: Tensor  # [B, T] after whitening
     returns: Tensor  # [B, T]
+
+    def _trimmed(self, name: str, skipped: int, length: int) -> Tensor:
+        return self.source_scores if name == "source_scores" else super()._trimmed(name, skipped, length)
 
 
 def check_rollout(config: RolloutConfig, *, key: str, scored: bool) -> None:
@@ -98,6 +54,7 @@ def check_rollout(config: RolloutConfig, *, key: str, scored: bool) -> None:
     for name in ("batch_size", "max_new_tokens"):
         if getattr(config, name) < 1:
             raise ConfigError(f"`{key}.{name}` is {getattr(config, name)}; it must be at least 1")
+    load_engine(config.engine, key=f"{key}.engine")
     if config.generation_batch_size is not None and config.generation_batch_size < 1:
         raise ConfigError(f"`{key}.generation_batch_size` must be at least 1, or null for all at once")
     if scored and not 0 < config.temperature < math.inf:
@@ -109,7 +66,7 @@ def check_rollout(config: RolloutConfig, *, key: str, scored: bool) -> None:
         raise ConfigError(
             f"`{key}.temperature` is {config.temperature}; it must be above 0, or 0 for the likeliest token"
         )
-    if scored and (config.top_k != 0 or config.top_p != 1.0):
+    if scored and not config.allow_mismatched_sampling and (config.top_k != 0 or config.top_p != 1.0):
         raise ConfigError(
             f"`{key}`: top_k is {config.top_k} and top_p is {config.top_p}, which sample another distribution "
             "than the one PPO scores; set top_k=0 and top_p=1.0"
@@ -118,6 +75,11 @@ def check_rollout(config: RolloutConfig, *, key: str, scored: bool) -> None:
         raise ConfigError(f"`{key}.top_k` is {config.top_k}; it must be at least 1, or 0 for all tokens")
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"`{key}.top_p` is {config.top_p}; it must be above 0 and at most 1")
+
+
+def scored_temperature(config: RolloutConfig) -> float:
+    """The temperature of the law whose log-probabilities are computed: the sampled one, unless they may differ."""
+    return 1.0 if config.allow_mismatched_sampling else config.temperature
 
 
 def stop_ids(tokenizer: Any, config: RolloutConfig) -> list[int]:
@@ -144,13 +106,18 @@ def generate(
     stops: Sequence[int],
     pad_id: int,
     seed: int,
+    rows: Sequence[Mapping[str, Any]] = (),
 ) -> Responses:
-    """Samples one response per prompt with transformers' generator.
+    """Samples one response per prompt, with transformers' generator or with the engine that `config` names.
 
-    Every sampling setting is given explicitly, so a model's saved generation defaults (top-k 50, repetition
-    penalties) have no say. Temperature 0 takes the most likely token. The result depends on `seed` and on
-    the model and prompts alone; the global random state is left as it was.
+    `rows` are the prompts' data rows, which an engine of the user's own may look at. Every sampling setting is
+    given explicitly, so a model's saved generation defaults (top-k 50, repetition penalties) have no say.
+    Temperature 0 takes the most likely token. The result depends on `seed` and on the model and prompts alone; the
+    global random state is left as it was.
     """
+    engine = load_engine(config.engine, key="rollout.engine")
+    if engine is not None:
+        return external_responses(engine, model, prompts, config, stops=stops, pad_id=pad_id, seed=seed, rows=rows)
     device = next(model.parameters()).device
     sampling = (
         {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
@@ -169,22 +136,25 @@ def generate(
         **sampling,
     )
     saved_defaults = model.generation_config
-    size = config.generation_batch_size or len(prompts)
+    parts = buckets(prompts, config.generation_batch_size)
     generated: list[Tensor] = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
             model.generation_config = settings
-            for start in range(0, len(prompts), size):
-                ids, mask = left_pad([list(prompt) for prompt in prompts[start : start + size]], pad_id)
+            for part in parts:
+                ids, mask = left_pad([list(prompts[i]) for i in part], pad_id)
                 output = _sample(model, ids.to(device), mask.to(device).long(), settings)
                 generated.append(output[:, ids.shape[1] :])
         finally:
             model.generation_config = saved_defaults
-    width = max(part.shape[1] for part in generated)
-    ids = torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=pad_id) for part in generated])
+    width = max(output.shape[1] for output in generated)
+    ids = torch.full((len(prompts), width), pad_id, device=device)
+    lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+    for part, output in zip(parts, generated, strict=True):
+        ids[part, : output.shape[1]] = output
+        lengths[part] = output.shape[1]
     prompt_ids, prompt_mask = left_pad([list(prompt) for prompt in prompts], pad_id)
-    lengths = torch.cat([torch.full((part.shape[0],), part.shape[1]) for part in generated]).to(device)
     return cut_after_stop(prompt_ids.to(device), prompt_mask.to(device), ids, lengths, stops=stops, pad_id=pad_id)
 
 
@@ -220,6 +190,7 @@ def cut_after_stop(
         response_ids=ids[:, :width].masked_fill(~mask, pad_id),
         response_mask=mask,
         truncated=~is_stop.any(dim=1),
+        action_mask=mask,
     )
 
 
@@ -229,59 +200,107 @@ def complete(
     *,
     policy: Any,
     reference: Any,
-    critic: Any,
-    reward_model: Any,
+    critic: Any | None,
+    rewards: Rewards,
     config: PPOConfig,
     kl_coef: float,
+    rows: Sequence[Mapping[str, Any]] = (),
+    cuts: torch.Generator | None = None,
 ) -> Rollout:
-    """Scores responses, recomputes log-probabilities, and computes macro actions, advantages and returns."""
-    temperature = config.rollout.temperature
+    """Scores responses, recomputes log-probabilities, and computes macro actions, advantages and returns.
+
+    `rows` are the data rows of the prompts, one per response, for rewards that read them; `cuts` is where the
+    `randomized` rule draws from. Without a critic, values and returns are 0.
+    """
+    temperature = scored_temperature(config.rollout)
     logprobs, ref_logprobs, entropy, values = torch.zeros(
         4, *responses.response_mask.shape, device=responses.truncated.device
     )
-    scores = torch.zeros(responses.truncated.shape, device=responses.truncated.device)
-    for rows, part in responses.microbatches(config.microbatch_size):
+    ends = (
+        torch.zeros(responses.truncated.shape, device=responses.truncated.device)
+        if config.bootstrap_truncated
+        else None
+    )
+    for part_rows, part in responses.microbatches(config.microbatch_size):
         columns = slice(part.response_mask.shape[1])
-        logprobs[rows, columns], part_entropy = response_logprobs(
-            policy, *part.parts(), temperature=temperature, return_entropy=True
+        logprobs[part_rows, columns], part_entropy = response_logprobs(
+            policy, *part.parts(), actions=part.action_mask, temperature=temperature, return_entropy=True
         )
         assert part_entropy is not None
-        entropy[rows, columns] = part_entropy
-        ref_logprobs[rows, columns], _ = response_logprobs(reference, *part.parts(), temperature=temperature)
-        values[rows, columns] = response_values(critic, *part.parts())
-        scores[rows] = scores_of_responses(reward_model, *part.parts(), standardize=config.score_standardize)
-    scores = penalise_missing_stop(
-        scores, responses.truncated, penalty=config.missing_stop_penalty, mode=config.missing_stop_mode
+        entropy[part_rows, columns] = part_entropy
+        ref_logprobs[part_rows, columns], _ = response_logprobs(
+            reference, *part.parts(), actions=part.action_mask, temperature=temperature
+        )
+        if critic is not None:
+            values[part_rows, columns] = response_values(critic, *part.parts()).masked_fill(~part.action_mask, 0.0)
+        if critic is not None and ends is not None:
+            ends[part_rows] = end_values(critic, part)
+    ids = macro_ids(
+        config.termination,
+        Seen(responses.action_mask, responses.response_mask, ref_logprobs, cuts or torch.Generator()),
     )
-    ids = macro_ids(config.termination, responses.response_mask)
-    result = rollout_advantages(
+    found = rewards(responses, rows=rows, macro_ids=ids, microbatch_size=config.microbatch_size)
+    scores = penalise_missing_stop(
+        found.per_response, responses.truncated, penalty=config.missing_stop_penalty, mode=config.missing_stop_mode
+    )
+    lengths = responses.action_mask.sum(dim=1)
+    scores = penalise_length(scores, lengths, penalty=config.length_penalty, start=config.length_penalty_from)
+    if config.score_whiten:
+        scores = masked_whiten(scores, lengths > 0)
+    token_rewards, kl = kl_penalized_rewards(
         scores,
         logprobs,
         ref_logprobs,
-        values,
         ids,
         kl_coef=torch.tensor(kl_coef),
         kl_estimator=config.kl_estimator,
         score_clip=config.score_clip,
-        gamma=config.gamma,
-        lam=config.lam,
-        reward_weights=config.reward_weights,
-        value_weights=config.value_weights,
-        discount_per=config.discount_per,
     )
-    advantages = result.advantages
-    if config.whiten_advantages:
-        advantages = masked_whiten(advantages, responses.response_mask)
+    if found.token_rewards is not None:
+        token_rewards = token_rewards + found.token_rewards
+        scores = scores + found.token_rewards.sum(dim=1)
+    advantages, returns = estimate(token_rewards, values, ids, config=config, bootstrap_values=ends)
+    if whitens(config):
+        advantages = masked_whiten(advantages, ids >= 0)
     return Rollout(
         **{entry.name: getattr(responses, entry.name) for entry in fields(responses)},
         scores=scores,
+        source_scores=found.by_source,
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
         entropy=entropy,
         values=values,
         macro_ids=ids,
-        rewards=result.rewards,
-        kl=result.kl,
+        rewards=token_rewards,
+        kl=kl,
         advantages=advantages,
-        returns=result.returns,
+        returns=returns,
     )
+
+
+def end_values(critic: Any, responses: Responses) -> Tensor:
+    """Values `[B]` after the last token of truncated responses; 0 where a response stopped."""
+    ids = torch.cat([responses.prompt_ids, responses.response_ids], dim=1)
+    mask = torch.cat([responses.prompt_mask, responses.response_mask], dim=1)
+    return sequence_scores(critic, ids, mask, centred=False).masked_fill(~responses.truncated, 0.0)
+
+
+@torch.no_grad()
+def sampling_kl(policy: Any, rollout: Rollout, config: RolloutConfig, *, size: int | None) -> float:
+    """Mean over tokens of the KL, in nats, of the law that was sampled (temperature, top-k, top-p) from the scored."""
+    total = torch.zeros((), device=rollout.scores.device)
+    for _, part in rollout.microbatches(size):
+        ids = torch.cat([part.prompt_ids, part.response_ids], dim=1)
+        mask = torch.cat([part.prompt_mask, part.response_mask], dim=1)
+        logits = policy(input_ids=ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=False).logits
+        first = part.prompt_ids.shape[1] - 1
+        logits = logits[:, first : first + part.response_ids.shape[1]][part.action_mask].float()
+        sampled = logits / config.temperature
+        if config.top_k:
+            sampled = TopKLogitsWarper(config.top_k)(ids, sampled)
+        if config.top_p < 1:
+            sampled = TopPLogitsWarper(config.top_p)(ids, sampled)
+        law = sampled.log_softmax(-1)
+        scored = (logits / scored_temperature(config)).log_softmax(-1)
+        total += (law.exp() * (law - scored).masked_fill(law == -math.inf, 0.0)).sum()
+    return (total / rollout.action_mask.sum().clamp(min=1)).item()

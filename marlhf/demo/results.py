@@ -27,8 +27,9 @@ from marlhf.files import write_json
 from marlhf.models import load_policy, load_reward_model
 from marlhf.progress import console, loops
 from marlhf.report import Table, build_report, rich_table, write_curve_picture
-from marlhf.rewards import scores_of_responses
-from marlhf.rollout import Responses, stop_ids
+from marlhf.responses import Responses
+from marlhf.rewards import ModelReward, Rewards, scores_of_responses
+from marlhf.rollout import stop_ids
 from marlhf.stages.evaluate import measure
 from marlhf.stages.reward import pair_scores
 
@@ -90,11 +91,10 @@ def write_results(
                 encoded,
                 policy=policy,
                 reference=reference,
-                reward_model=scorers["reward model"],
+                rewards=Rewards([ModelReward(scorers["reward model"], standardize=True)]),
                 rollout=config.ppo.rollout,
                 stops=stop_ids(tokenizer, config.ppo.rollout),
                 pad_id=tokenizer.pad_token_id,
-                standardize=True,
             )
             texts[name] = tokenizer.batch_decode(found.responses.response_ids, skip_special_tokens=True)
             policies[name] = {
@@ -159,6 +159,7 @@ def real_responses(rows: Sequence[EncodedRow], pad_id: int, device: torch.device
         ids.to(device),
         mask.to(device),
         truncated=torch.zeros(len(rows), dtype=torch.bool, device=device),
+        action_mask=mask.to(device),
     )
 
 

@@ -156,7 +156,7 @@ def check_fits(model: Any, tokenizer: Any, *, key: str, longest: int) -> None:
 def check_same_vocabulary(policy: Any, scorer: Any, tokenizer: Any, config: ModelConfig, *, key: str) -> None:
     """UserError if a reward model cannot read the policy's token ids: it has more or fewer, or means others by them."""
     ours, theirs = policy.config.vocab_size, scorer.config.vocab_size
-    hint = "train the reward model from the same base as the policy"
+    hint = "train the reward model from the same base as the policy, or let `ppo.rewards` retokenize for it"
     if ours != theirs:
         raise UserError(f"`{key}`: its vocabulary has {theirs} tokens and the policy's has {ours}; {hint}")
     try:

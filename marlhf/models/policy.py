@@ -42,14 +42,17 @@ def response_logprobs(
     response_ids: Tensor,
     response_mask: Tensor,
     *,
+    actions: Tensor | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities `[B, T]` of response tokens given everything before them, 0 where masked.
 
     Prompts `[B, P]` are left-padded and responses `[B, T]` right-padded, so the hidden states at P-1 .. P+T-2
-    predict the T response tokens of every row. The head runs on real tokens only.
+    predict the T response tokens of every row. The head runs on real tokens only, or on those of them in
+    `actions [B, T]`, and the rest is 0.
     """
+    wanted = response_mask if actions is None else actions
     prompt_length, length = prompt_ids.shape[1], response_ids.shape[1]
     hidden = hidden_states(
         model,
@@ -59,12 +62,12 @@ def response_logprobs(
     predicting = hidden[:, prompt_length - 1 : prompt_length + length - 1]
     logprobs, entropy = logprobs_from_hidden(
         model,
-        predicting[response_mask],
-        response_ids[response_mask],
+        predicting[wanted],
+        response_ids[wanted],
         temperature=temperature,
         return_entropy=return_entropy,
     )
-    return _scatter(logprobs, response_mask), None if entropy is None else _scatter(entropy, response_mask)
+    return _scatter(logprobs, wanted), None if entropy is None else _scatter(entropy, wanted)
 
 
 def token_nll(model: Any, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> tuple[Tensor, int]:

@@ -16,12 +16,21 @@ def sequence_scores(model: Any, input_ids: Tensor, attention_mask: Tensor, *, ce
     A row without any real token is read at its last position.
     """
     hidden = hidden_states(model, input_ids, attention_mask)
-    length = attention_mask.shape[1]
-    positions = torch.arange(length, device=attention_mask.device)
-    last = torch.where(attention_mask, positions, -1).amax(dim=1).remainder(length)  # [B]
     rows = torch.arange(hidden.shape[0], device=hidden.device)
-    scores = scalar_head(model, key="model")(hidden[rows, last]).squeeze(-1).float()
+    scores = scalar_head(model, key="model")(hidden[rows, last_positions(attention_mask)]).squeeze(-1).float()
     return scores - getattr(model.config, "reward_mean", 0.0) if centred else scores
+
+
+def position_scores(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Uncentred scores `[B, L]`, float32, as read at every position, those of padding included."""
+    return scalar_head(model, key="model")(hidden_states(model, input_ids, attention_mask)).squeeze(-1).float()
+
+
+def last_positions(mask: Tensor) -> Tensor:
+    """The position `[B]` of each row's last real token; the last position of a row without any."""
+    length = mask.shape[1]
+    positions = torch.arange(length, device=mask.device)
+    return torch.where(mask, positions, -1).amax(dim=1).remainder(length)
 
 
 def response_values(

@@ -1,6 +1,8 @@
-"""The coefficient of the KL penalty."""
+"""The coefficient of the KL penalty, and the KL as a loss."""
 
 import math
+
+from torch import Tensor
 
 from marlhf.errors import ConfigError
 
@@ -37,3 +39,14 @@ class KLController:
             return
         error = min(0.2, max(-0.2, kl / self.target - 1.0))
         self.coefficient *= 1.0 + error * responses / self.horizon
+
+
+def k2_loss(logprobs: Tensor, ref_logprobs: Tensor, actions: Tensor, *, normalizer: Tensor) -> Tensor:
+    """The sum over `actions [B, T]` of d^2 / 2, d = logp - reference logp, divided by `normalizer`.
+
+    Its value is the k2 estimator of the KL to the reference (J. Schulman, "Approximating KL divergence", 2020). On
+    tokens that the policy sampled, its gradient d grad(logp) is that of the KL in expectation; k1's would be 0 and
+    k3's that of the KL from the reference to the policy.
+    """
+    d = (logprobs - ref_logprobs).masked_fill(~actions, 0.0)
+    return (d.square() / 2).sum() / normalizer.clamp(min=1)

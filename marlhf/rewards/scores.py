@@ -40,3 +40,11 @@ def penalise_missing_stop(scores: Tensor, truncated: Tensor, *, penalty: float |
         return scores
     penalised = scores - penalty if mode == "subtract" else torch.full_like(scores, -penalty)
     return torch.where(truncated, penalised, scores)
+
+
+def penalise_length(scores: Tensor, lengths: Tensor, *, penalty: float | None, start: int) -> Tensor:
+    """Scores `[B]` less `penalty` for each of `lengths [B]` tokens beyond the first `start`; None changes nothing.
+
+    With penalty 1 / c and start max - c it is the soft overlong punishment of DAPO (Yu et al., arXiv 2503.14476).
+    """
+    return scores if penalty is None else scores - penalty * (lengths - start).clamp(min=0)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from marlhf.config import Config, RolloutConfig
+from marlhf.config import Config, RolloutConfig, TerminationConfig
 from marlhf.data import EncodedRow, encode_rows, load_rows, load_tokenizer
 from marlhf.engine import prepare
 from marlhf.errors import DataError
@@ -20,10 +20,11 @@ from marlhf.files import write_json, write_text_atomically
 from marlhf.models import load_policy, load_reward_model, response_logprobs
 from marlhf.models.loading import check_fits, check_model, check_same_vocabulary
 from marlhf.progress import console
-from marlhf.rewards import scores_of_responses
-from marlhf.rollout import Responses, Rollout, check_rollout, generate, stop_ids
+from marlhf.responses import Responses
+from marlhf.rewards import ModelReward, Rewards
+from marlhf.rollout import Rollout, check_rollout, generate, scored_temperature, stop_ids
 from marlhf.run_folder import RunFolder
-from marlhf.termination import macro_ids
+from marlhf.termination import Seen, macro_ids
 
 # Evaluations sample with this seed, whatever the run's seed, so that policies are compared on equal noise.
 EVALUATION_SEED = 20_240_101
@@ -39,6 +40,7 @@ class Evaluation:
     kl: Tensor  # [B] sum over tokens of logp - reference logp
     logprobs: Tensor  # [B, T]
     ref_logprobs: Tensor  # [B, T]
+    macro_ids: Tensor  # [B, T]
 
     def summary(self) -> dict[str, float]:
         """Means over responses."""
@@ -56,25 +58,47 @@ def measure(
     *,
     policy: Any,
     reference: Any,
-    reward_model: Any,
+    rewards: Rewards,
     rollout: RolloutConfig,
     stops: list[int],
     pad_id: int,
-    standardize: bool = False,
+    termination: TerminationConfig | None = None,
 ) -> Evaluation:
-    """Samples one response per row and computes score and KL to the reference."""
+    """Samples one response per row and computes score and KL to the reference.
+
+    Recorded responses would say nothing of the policy: where training reads them, this samples with `hf`. Without
+    a termination rule the response is one macro action.
+    """
+    if rollout.engine == "jsonl":
+        rollout = replace(rollout, engine="hf")
+    data = [row.row for row in rows]
     responses = generate(
-        policy.eval(), [row.prompt_ids for row in rows], rollout, stops=stops, pad_id=pad_id, seed=EVALUATION_SEED
+        policy.eval(),
+        [row.prompt_ids for row in rows],
+        rollout,
+        stops=stops,
+        pad_id=pad_id,
+        seed=EVALUATION_SEED,
+        rows=data,
     )
     logprobs, ref_logprobs = torch.zeros(2, *responses.response_mask.shape, device=responses.truncated.device)
-    scores = torch.zeros(responses.truncated.shape, device=responses.truncated.device)
-    temperature = rollout.temperature or 1.0
+    temperature = scored_temperature(rollout) or 1.0
     for part_rows, part in responses.microbatches(rollout.batch_size):
         columns = slice(part.response_mask.shape[1])
-        logprobs[part_rows, columns], _ = response_logprobs(policy, *part.parts(), temperature=temperature)
-        ref_logprobs[part_rows, columns], _ = response_logprobs(reference, *part.parts(), temperature=temperature)
-        scores[part_rows] = scores_of_responses(reward_model, *part.parts(), standardize=standardize)
-    return Evaluation(responses, scores, (logprobs - ref_logprobs).sum(dim=1), logprobs, ref_logprobs)
+        for model, column in ((policy, logprobs), (reference, ref_logprobs)):
+            column[part_rows, columns], _ = response_logprobs(
+                model, *part.parts(), actions=part.action_mask, temperature=temperature
+            )
+    cuts = torch.Generator().manual_seed(EVALUATION_SEED)
+    ids = macro_ids(
+        termination or TerminationConfig("whole"),
+        Seen(responses.action_mask, responses.response_mask, ref_logprobs, cuts),
+    )
+    found = rewards(responses, rows=data, macro_ids=ids, microbatch_size=rollout.batch_size)
+    scores = found.per_response
+    if found.token_rewards is not None:
+        scores = scores + found.token_rewards.sum(dim=1)
+    return Evaluation(responses, scores, (logprobs - ref_logprobs).sum(dim=1), logprobs, ref_logprobs, ids)
 
 
 def evaluate_policy(
@@ -86,8 +110,8 @@ def evaluate_policy(
     step: int,
     policy: Any,
     reference: Any,
-    critic: Any,
-    reward_model: Any,
+    critic: Any | None,
+    rewards: Rewards,
 ) -> dict[str, float]:
     """Evaluates during PPO: writes per-response numbers and samples, returns means named `eval/...`."""
     ppo = config.ppo
@@ -95,24 +119,23 @@ def evaluate_policy(
         rows,
         policy=policy,
         reference=reference,
-        reward_model=reward_model,
+        rewards=rewards,
         rollout=ppo.rollout,
         stops=stop_ids(tokenizer, ppo.rollout),
         pad_id=tokenizer.pad_token_id,
-        standardize=ppo.score_standardize,
+        termination=ppo.termination,
     )
-    ids = macro_ids(ppo.termination, found.responses.response_mask)
     run.evaluation(
         {
             "step": step,
             "scores": found.scores.tolist(),
             "kl": found.kl.tolist(),
             "lengths": found.responses.lengths.tolist(),
-            "macro_lengths": macro_length_counts(ids),
+            "macro_lengths": macro_length_counts(found.macro_ids),
         }
     )
     for i in range(min(ppo.samples_per_eval, len(rows))):
-        run.sample(sample_record(found, ids, tokenizer, rows[i], i, step=step))
+        run.sample(sample_record(found, tokenizer, rows[i], i, step=step))
     return {f"eval/{name}": value for name, value in found.summary().items()}
 
 
@@ -127,9 +150,7 @@ def macro_length_counts(ids: Tensor) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda entry: int(entry[0])))
 
 
-def sample_record(
-    found: Evaluation, ids: Tensor, tokenizer: Any, row: EncodedRow, index: int, *, step: int
-) -> dict[str, object]:
+def sample_record(found: Evaluation, tokenizer: Any, row: EncodedRow, index: int, *, step: int) -> dict[str, object]:
     """One line of `samples.jsonl`."""
     mask = found.responses.response_mask[index]
     tokens = found.responses.response_ids[index][mask].tolist()
@@ -139,7 +160,7 @@ def sample_record(
         "prompt": row.row["prompt"] if isinstance(row.row["prompt"], str) else json.dumps(row.row["prompt"]),
         "response": tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens": token_texts(tokenizer, tokens),
-        "macro_ids": ids[index][mask].tolist(),
+        "macro_ids": found.macro_ids[index][mask].tolist(),
         "score": found.scores[index].item(),
         "kl": found.kl[index].item(),
         "reference": reference if isinstance(reference, str) else None,
@@ -256,7 +277,7 @@ def run_evaluate(config: Config) -> Path:
         rows,
         policy=policy,
         reference=reference,
-        reward_model=reward_model,
+        rewards=Rewards([ModelReward(reward_model)]),
         rollout=stage.rollout,
         stops=stop_ids(tokenizer, stage.rollout),
         pad_id=tokenizer.pad_token_id,

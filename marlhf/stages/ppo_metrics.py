@@ -1,5 +1,7 @@
 """What a rollout batch and its update looked like, over real tokens only."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,8 @@ class UpdateMetrics:
     means over, so that the split into microbatches changes none of them.
     """
 
-    def __init__(self, *, steps: int) -> None:
-        self._steps = steps
+    def __init__(self) -> None:
+        self.steps = 0
         self._sums: dict[str, Tensor] = {}
         self._weighted: dict[str, tuple[Tensor, Tensor]] = {}
         self._largest: dict[str, Tensor] = {}
@@ -37,7 +39,7 @@ class UpdateMetrics:
 
     def result(self) -> dict[str, float]:
         """Everything that was collected, as numbers."""
-        found = {name: total / self._steps for name, total in self._sums.items()}
+        found = {name: total / max(1, self.steps) for name, total in self._sums.items()}
         found.update({name: total / weight.clamp(min=1) for name, (total, weight) in self._weighted.items()})
         found.update(self._largest)
         return {name: value.item() for name, value in found.items()}
@@ -58,10 +60,14 @@ def level_unit(level: str) -> str:
 
 
 @torch.no_grad()
-def rollout_metrics(rollout: Rollout, kl_coef: float) -> dict[str, float]:
-    """What one rollout batch looks like; padding enters none of the numbers."""
-    tokens = rollout.response_mask.sum().clamp(min=1)
+def rollout_metrics(rollout: Rollout, kl_coef: float, *, sources: Sequence[str] = ()) -> dict[str, float]:
+    """What one rollout batch looks like; padding enters none of the numbers.
+
+    Two or more named sources of rewards are also reported apart, each without its weight.
+    """
+    tokens = rollout.action_mask.sum().clamp(min=1)
     macros = unit_count(rollout.macro_ids, "macros").clamp(min=1)
+    means = rollout.source_scores.mean(dim=0).tolist() if len(sources) > 1 else []
     return {
         "score": rollout.scores.mean().item(),
         "score_std": rollout.scores.std(correction=0).item(),
@@ -73,4 +79,5 @@ def rollout_metrics(rollout: Rollout, kl_coef: float) -> dict[str, float]:
         "value": (rollout.values.sum() / tokens).item(),
         "return": (rollout.returns.sum() / tokens).item(),
         "macro_length": (tokens / macros).item(),
+        **{f"score/{name}": mean for name, mean in zip(sources, means, strict=False)},
     }

@@ -10,11 +10,20 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from marlhf.checkpoint import Checkpoints, check_checkpoints, find_start, rows_identity
-from marlhf.config import Config, RewardConfig
-from marlhf.data import EncodedRow, drop_equal_pairs, encode_rows, epochs, load_rows, load_tokenizer, pair_batch
+from marlhf.config import Config, RewardConfig, one_of
+from marlhf.data import (
+    EncodedRow,
+    PairBatch,
+    drop_equal_pairs,
+    encode_rows,
+    epochs,
+    load_rows,
+    load_tokenizer,
+    pair_batch,
+)
 from marlhf.engine import Optimizer, check_optimizer, prepare
 from marlhf.errors import ConfigError
-from marlhf.models import load_reward_model, save_model, sequence_scores
+from marlhf.models import last_positions, load_reward_model, position_scores, save_model, sequence_scores
 from marlhf.models.loading import check_fits, check_model
 from marlhf.progress import loops
 from marlhf.run_folder import RunFolder
@@ -26,6 +35,23 @@ def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     return -logsigmoid(chosen - rejected).sum()
 
 
+def divergence_loss(chosen: Tensor, rejected: Tensor, compared: Tensor) -> Tensor:
+    """Mean over each pair's `compared [B, L]` positions of `-log sigmoid(chosen - rejected)`, summed over pairs.
+
+    chosen, rejected: scores `[B, L]` at every position. The loss of DeepSpeed-Chat's reward model, which the released
+    code of MA-RLHF trains with.
+    """
+    losses = -logsigmoid(chosen - rejected).masked_fill(~compared, 0.0)
+    return (losses.sum(dim=1) / compared.sum(dim=1).clamp(min=1)).sum()
+
+
+def compared_positions(batch: PairBatch) -> Tensor:
+    """True `[B, L]` from the first position in which a pair differs to the end of the longer one."""
+    (chosen, rejected), (mask, other_mask) = batch.input_ids.chunk(2), batch.attention_mask.chunk(2)
+    differ = (chosen != rejected) | (mask != other_mask)
+    return (differ.cumsum(dim=1) > 0) & (mask | other_mask)
+
+
 def run_reward(config: Config) -> Path:
     """Trains a reward model on `reward.data` and returns its folder.
 
@@ -35,6 +61,7 @@ def run_reward(config: Config) -> Path:
     reward = config.reward
     check_batches(reward, key="reward")
     check_optimizer(reward.optimizer, key="reward.optimizer")
+    one_of(reward.loss, ("last", "divergence"), key="reward.loss")
     if reward.center_coef < 0:
         raise ConfigError(f"`reward.center_coef` is {reward.center_coef}; it must not be negative")
     check_checkpoints(reward.checkpoints, key="reward.checkpoints")
@@ -117,8 +144,7 @@ def train_step(
     """
     total_loss, total_right = 0.0, 0.0
     for part in microbatches(rows, config.microbatch_size):
-        chosen, rejected = pair_scores(model, part, config, pad_id)
-        loss = pair_loss(chosen, rejected)
+        loss, chosen, rejected = scored_pairs(model, part, config, pad_id)
         centring = config.center_coef * (chosen + rejected).square().sum()
         ((loss + centring) / len(rows)).backward()
         total_loss += loss.item()
@@ -131,6 +157,23 @@ def train_step(
         "learning_rate": learning_rate,
         "grad_norm": grad_norm.item(),
     }
+
+
+def scored_pairs(
+    model: Any, rows: Sequence[EncodedRow], config: RewardConfig, pad_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs' loss, summed, and the uncentred scores `[B]` of the chosen and of the rejected responses."""
+    if config.loss == "last":
+        chosen, rejected = pair_scores(model, rows, config, pad_id)
+        return pair_loss(chosen, rejected), chosen, rejected
+    device = next(model.parameters()).device
+    batch = pair_batch(rows, pad_id=pad_id, see_prompt=config.see_prompt)
+    batch = PairBatch(batch.input_ids.to(device), batch.attention_mask.to(device))
+    scores = position_scores(model, batch.input_ids, batch.attention_mask)
+    last = scores.gather(1, last_positions(batch.attention_mask)[:, None]).squeeze(1)
+    chosen, rejected = scores.chunk(2)
+    loss = divergence_loss(chosen, rejected, compared_positions(batch))
+    return loss, last[: len(rows)], last[len(rows) :]
 
 
 def pair_scores(model: Any, rows: Sequence[EncodedRow], config: RewardConfig, pad_id: int) -> tuple[Tensor, Tensor]:
@@ -147,8 +190,8 @@ def evaluate(model: Any, rows: list[EncodedRow], config: RewardConfig, pad_id: i
     loss = 0.0
     right: dict[str, list[float]] = {}
     for part in microbatches(rows, config.microbatch_size or config.batch_size):
-        chosen, rejected = pair_scores(model, part, config, pad_id)
-        loss += pair_loss(chosen, rejected).item()
+        pair_losses, chosen, rejected = scored_pairs(model, part, config, pad_id)
+        loss += pair_losses.item()
         for row, correct in zip(part, (chosen > rejected).tolist(), strict=True):
             right.setdefault("", []).append(float(correct))
             if config.kind_field in row.row:

@@ -11,7 +11,8 @@ from marlhf.config import DataConfig, ModelConfig, RolloutConfig
 from marlhf.data import EncodedRow, encode_rows, load_tokenizer
 from marlhf.errors import UserError
 from marlhf.models import load_policy, load_reward_model, sequence_scores
-from marlhf.rollout import Responses
+from marlhf.responses import Responses
+from marlhf.rewards import ModelReward, Rewards
 from marlhf.stages.evaluate import Evaluation, measure, run_evaluate, run_generate, token_texts
 from tests.trainer.test_rollout import moved
 from tests.trainer.tiny import ROWS, leftovers, read_jsonl, resolved, save_policy, save_scorer, write_jsonl
@@ -50,7 +51,7 @@ def evaluation(scores: torch.Tensor) -> Evaluation:
     ids = torch.ones(n, 3, dtype=torch.long)
     truncated = torch.arange(n) < 3
     zeros = torch.zeros(n, 3)
-    return Evaluation(Responses(ids, mask, ids, mask, truncated), scores, scores + 1, zeros, zeros)
+    return Evaluation(Responses(ids, mask, ids, mask, truncated, mask), scores, scores + 1, zeros, zeros, ids)
 
 
 def test_means_count_each_row_once() -> None:
@@ -75,11 +76,10 @@ def test_every_row_is_measured_in_its_place(
         rows,
         policy=policy,
         reference=reference,
-        reward_model=reward_model,
+        rewards=Rewards([ModelReward(reward_model, standardize=True)]),
         rollout=rollout,
         stops=[2],
         pad_id=0,
-        standardize=True,
     )
     assert found.scores.shape == found.kl.shape == (9,)
     for i, row in enumerate(rows):
@@ -105,7 +105,7 @@ def test_evaluations_meet_equal_noise(policies: dict[str, Path], scorers: dict[s
             rows_of(policies["gpt2"]),
             policy=policy,
             reference=policy,
-            reward_model=reward_model,
+            rewards=Rewards([ModelReward(reward_model)]),
             rollout=RolloutConfig(max_new_tokens=6),
             stops=[2],
             pad_id=0,

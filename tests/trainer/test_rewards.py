@@ -9,7 +9,7 @@ from marlhf.config import ModelConfig
 from marlhf.data import left_pad, right_pad
 from marlhf.errors import ConfigError
 from marlhf.models import load_reward_model
-from marlhf.rewards import KLController, penalise_missing_stop, scores_of_responses
+from marlhf.rewards import KLController, k2_loss, penalise_length, penalise_missing_stop, scores_of_responses
 
 
 def test_missing_stop_tokens() -> None:
@@ -84,3 +84,26 @@ def test_targets_and_horizons_that_cannot_be(settings: dict[str, float], key: st
 def test_coefficients_that_cannot_be(coefficient: float) -> None:
     with pytest.raises(ConfigError, match=r"`ppo.kl_coef`"):
         KLController(coefficient)
+
+
+def test_long_responses_may_cost_something() -> None:
+    """.5 for each token beyond two, with DAPO's numbers 1/4 from 6 on: a response of 10 tokens costs 1."""
+    scores, lengths = torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([0, 2, 3, 6])
+    assert penalise_length(scores, lengths, penalty=None, start=0).tolist() == [1.0] * 4
+    assert penalise_length(scores, lengths, penalty=0.5, start=2).tolist() == [1.0, 1.0, 0.5, -1.0]
+    assert penalise_length(scores, torch.tensor([6, 8, 10, 3]), penalty=0.25, start=6).tolist() == [1.0, 0.5, 0.0, 1.0]
+
+
+def test_the_kl_loss_has_the_gradient_of_the_kl() -> None:
+    """Policy (.8, .2), reference (.5, .5), tokens in the policy's own shares: dKL/dlogit = +-.2218."""
+    logits = torch.tensor([0.8, 0.2]).log().requires_grad_()
+    tokens = torch.tensor([[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]])
+    actions = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0]], dtype=torch.bool)
+    logprobs = logits.log_softmax(-1)[tokens]
+    reference = torch.full((2, 6), 0.5).log().masked_fill(~actions, float("nan"))
+    loss = k2_loss(logprobs, reference, actions, normalizer=torch.tensor(10))
+    loss.backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == pytest.approx([0.2218, -0.2218], abs=5e-5)
+    assert loss.item() == pytest.approx(0.8 * 0.47**2 / 2 + 0.2 * 0.9163**2 / 2, abs=1e-4)
+    assert k2_loss(logprobs, reference, actions & False, normalizer=torch.tensor(0)).item() == 0.0

@@ -12,7 +12,9 @@ from marlhf.config import ModelConfig, PPOConfig, RolloutConfig, load_config
 from marlhf.data import left_pad, right_pad
 from marlhf.errors import ConfigError
 from marlhf.models import load_critic, load_policy, load_reward_model, response_logprobs, sequence_scores
-from marlhf.rollout import Responses, Rollout, check_rollout, complete, cut_after_stop, generate, stop_ids
+from marlhf.responses import Responses
+from marlhf.rewards import ModelReward, Rewards
+from marlhf.rollout import Rollout, check_rollout, complete, cut_after_stop, generate, stop_ids
 from tests.trainer.tiny import FAMILIES
 
 CPU = torch.device("cpu")
@@ -33,7 +35,7 @@ def models(policies: dict[str, Path], scorers: dict[str, Path]) -> dict[str, Any
         "policy": load_policy(start, key="ppo.model", device=CPU).eval(),
         "reference": load_policy(start, key="ppo.model", device=CPU).eval(),
         "critic": load_critic(scorer, head="reward"),
-        "reward_model": scorer.eval(),
+        "rewards": Rewards([ModelReward(scorer.eval())]),
     }
 
 
@@ -66,6 +68,7 @@ def responses_of(
         grow(ids, (0, extra)),
         grow(mask, (0, extra)),
         torch.tensor([not set(stops) & set(response) for _, response in pairs]),
+        grow(mask, (0, extra)),
     )
 
 
@@ -332,18 +335,20 @@ def test_all_logprobs_are_divided_by_the_temperature(models: dict[str, Any], tem
 
 def test_the_reward_model_sees_prompt_and_cut_response(models: dict[str, Any]) -> None:
     """Each row's score is that of its ids alone, less the constant that was saved with the model."""
-    models["reward_model"].config.reward_mean = 0.25
+    models["rewards"].critic_start.config.reward_mean = 0.25
     rollout = complete(responses_of(PAIRS), config=ppo(), kl_coef=0.0, **models)
     for i, (prompt, response) in enumerate(PAIRS):
         ids = torch.tensor([prompt + response])
-        raw = sequence_scores(models["reward_model"], ids, torch.ones_like(ids, dtype=torch.bool), centred=False)
+        raw = sequence_scores(
+            models["rewards"].critic_start, ids, torch.ones_like(ids, dtype=torch.bool), centred=False
+        )
         torch.testing.assert_close(rollout.scores[i], raw[0] - 0.25, rtol=0, atol=1e-5)
 
 
 def test_the_score_is_paid_on_the_last_token(models: dict[str, Any]) -> None:
     """Response [a, b, EOS, PAD, PAD], score 1, no KL: rewards [0, 0, 1, 0, 0]."""
     responses = responses_of(PAIRS[:2])
-    scorer = models["reward_model"]
+    scorer = models["rewards"].critic_start
     first = complete(responses, config=ppo(), kl_coef=0.05, **models).scores[0].item()
     scorer.config.reward_mean = first - 1.0
     rollout = complete(responses, config=ppo(), kl_coef=0.05, **models)
@@ -391,7 +396,7 @@ def test_a_missing_stop_token_may_cost_something(
     responses = responses_of([(PROMPTS[0], [90, 12, 2]), (PROMPTS[0], [90, 12, 2])])
     responses.truncated = torch.tensor([False, True])
     score = complete(responses, config=ppo(), kl_coef=0.0, **models).scores[0].item()
-    models["reward_model"].config.reward_mean = score - 0.5
+    models["rewards"].critic_start.config.reward_mean = score - 0.5
     rollout = complete(responses, config=ppo(*words), kl_coef=0.0, **models)
     assert rollout.scores.tolist() == pytest.approx(expected, abs=1e-5)
     assert rollout.rewards[:, 2].tolist() == pytest.approx(expected, abs=1e-5)
@@ -399,9 +404,11 @@ def test_a_missing_stop_token_may_cost_something(
 
 def test_scores_may_be_standardised_and_clipped(models: dict[str, Any]) -> None:
     plain = complete(responses_of(PAIRS), config=ppo(), kl_coef=0.0, **models)
-    models["reward_model"].config.reward_std = 4.0
-    divided = complete(responses_of(PAIRS), config=ppo("ppo.score_standardize=true"), kl_coef=0.0, **models)
+    models["rewards"].critic_start.config.reward_std = 4.0
+    models["rewards"].sources[0].standardize = True
+    divided = complete(responses_of(PAIRS), config=ppo(), kl_coef=0.0, **models)
     torch.testing.assert_close(divided.scores, plain.scores / 4)
+    models["rewards"].sources[0].standardize = False
     clipped = complete(responses_of(PAIRS), config=ppo("ppo.score_clip=0.1"), kl_coef=0.0, **models)
     torch.testing.assert_close(clipped.scores, plain.scores)
     torch.testing.assert_close(clipped.rewards.sum(dim=1), plain.scores.clamp(-0.1, 0.1))

@@ -17,7 +17,9 @@ from marlhf.engine import Optimizer
 from marlhf.errors import UserError
 from marlhf.models import load_critic, load_policy, load_reward_model, response_logprobs, response_values
 from marlhf.report.reading import read_run
-from marlhf.rollout import Responses, Rollout, complete
+from marlhf.responses import Responses
+from marlhf.rewards import ModelReward, Rewards
+from marlhf.rollout import Rollout, complete
 from marlhf.stages import evaluate, ppo
 from marlhf.stages.ppo import prompt_batches, run_ppo, update
 from marlhf.stages.ppo_metrics import rollout_metrics, unit_count
@@ -67,8 +69,9 @@ class Models:
         self.policy = load_policy(start, key="ppo.model", device=CPU)
         self.reference = moved(load_policy(start, key="ppo.model", device=CPU)).eval()
         scorer_config = ModelConfig(path=str(scorer))
-        self.reward_model = load_reward_model(scorer_config, key="ppo.reward_model", device=CPU).eval()
-        self.critic = load_critic(self.reward_model, head="reward")
+        reward_model = load_reward_model(scorer_config, key="ppo.reward_model", device=CPU).eval()
+        self.rewards = Rewards([ModelReward(reward_model)])
+        self.critic = load_critic(reward_model, head="reward")
         config = OptimizerConfig(learning_rate=rate, max_grad_norm=1e9)
         self.optimizers = [Optimizer(model, config, total_steps=100) for model in (self.policy, self.critic)]
         self.gradients: list[Tensor] = []
@@ -78,12 +81,13 @@ class Models:
             )
 
     def complete(self, responses: Responses, config: PPOConfig) -> Rollout:
-        models = {name: getattr(self, name) for name in ("policy", "reference", "critic", "reward_model")}
+        models = {name: getattr(self, name) for name in ("policy", "reference", "critic", "rewards")}
         return complete(responses, config=config, kl_coef=config.kl_coef, **models)
 
     def update(self, rollout: Rollout, config: PPOConfig, *, seed: int = 0) -> dict[str, float]:
         order = torch.Generator().manual_seed(seed)
-        return update(rollout, self.policy.train(), self.critic.train(), *self.optimizers, config, order)
+        optimizers = dict(zip(("policy", "critic"), self.optimizers, strict=True))
+        return update(rollout, self.policy, self.critic, optimizers, config, order)
 
 
 @pytest.fixture
@@ -228,7 +232,8 @@ def test_a_batch_of_nothing_changes_nothing(make: Callable[..., Models]) -> None
     models, config = make(), settings()
     before = [parameter.clone() for parameter in models.policy.parameters()]
     responses = responses_of([([1, 40], []), ([1], [])])
-    empty = replace(responses, response_ids=torch.zeros(2, 3, dtype=torch.long), response_mask=torch.zeros(2, 3) > 0)
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    empty = replace(responses, response_ids=nothing.long(), response_mask=nothing, action_mask=nothing)
     metrics = models.update(models.complete(empty, config), config)
     assert all(math.isfinite(value) for value in metrics.values())
     for one, other in zip(before, models.policy.parameters(), strict=True):
@@ -433,8 +438,9 @@ def test_the_reference_and_the_reward_model_never_move(
     original = ppo.complete
 
     def watched(responses: Responses, **named: Any) -> Rollout:
+        seen = {**named, "reward_model": named["rewards"].critic_start}
         for name, states in kept.items():
-            states.append([parameter.detach().clone() for parameter in named[name].parameters()])
+            states.append([parameter.detach().clone() for parameter in seen[name].parameters()])
         return original(responses, **named)
 
     monkeypatch.setattr(ppo, "complete", watched)
@@ -625,7 +631,7 @@ def test_it_learns_an_exact_reward(tmp_path: Path, tiny_tokenizer: Any, words: l
         ("ppo.iterations=0", r"`ppo.iterations` is 0"),
         ("ppo.ppo_epochs=0", r"`ppo.ppo_epochs` is 0"),
         ("ppo.minibatches=0", r"`ppo.minibatches` is 0"),
-        ("ppo.minibatches=9", r"`ppo.minibatches` is 9, more than the 8 prompts"),
+        ("ppo.minibatches=9", r"`ppo.minibatches` is 9, more than the 8 responses"),
         ("ppo.microbatch_size=0", r"`ppo.microbatch_size`"),
         ("ppo.eval_every=0", r"`ppo.eval_every` is 0"),
         ("ppo.eval_rows=-1", r"`ppo.eval_rows` is -1"),

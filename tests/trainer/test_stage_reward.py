@@ -11,13 +11,23 @@ from torch.nn.functional import softplus
 from transformers import AutoModelForSequenceClassification
 
 from marlhf.config import DataConfig, ModelConfig, OptimizerConfig, RewardConfig
-from marlhf.data import EncodedRow, encode_rows, load_tokenizer
+from marlhf.data import EncodedRow, PairBatch, encode_rows, load_tokenizer, right_pad
 from marlhf.engine import Optimizer
 from marlhf.errors import UserError
 from marlhf.models import load_reward_model, sequence_scores
 from marlhf.report.reading import read_run
 from marlhf.stages import reward
-from marlhf.stages.reward import centre, evaluate, pair_loss, pair_scores, run_reward, train_step
+from marlhf.stages.reward import (
+    centre,
+    compared_positions,
+    divergence_loss,
+    evaluate,
+    pair_loss,
+    pair_scores,
+    run_reward,
+    scored_pairs,
+    train_step,
+)
 from tests.trainer.tiny import PAIRS, leftovers, read_jsonl, resolved, save_policy, status, without_times, write_jsonl
 
 CPU = torch.device("cpu")
@@ -294,3 +304,34 @@ def test_a_failure_in_the_loop_is_recorded(tmp_path: Path, words: list[str], mon
     with pytest.raises(RuntimeError, match="out of memory"):
         run_reward(config)
     assert status(Path(config.reward.run_folder))["state"] == "failed"
+
+
+def test_the_loss_from_the_first_difference_on_by_hand() -> None:
+    """Pairs [p, a, b] with [p, c], and [p, q, a] with [p, q, c, d]: compared from the first difference to the end of
+    the longer one. Differences 1 and 0 there: (.31326 + .69315) / 2; and -1, 2 in the second pair."""
+    batch = PairBatch(*right_pad([[7, 1, 2], [7, 8, 1], [7, 3], [7, 8, 3, 4]], 0))
+    compared = compared_positions(batch)
+    assert compared.int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    chosen = torch.tensor([[50.0, 1.0, 0.0, 90.0], [60.0, 70.0, -1.0, 2.0]])
+    loss = divergence_loss(chosen, torch.zeros(2, 4), compared)
+    second = math.log1p(math.e) + math.log1p(math.exp(-2))
+    assert loss.item() == pytest.approx((0.31326 + 0.69315) / 2 + second / 2, abs=1e-5)
+
+
+def test_the_loss_from_the_first_difference_on_trains(scorers: dict[str, Path], tiny_tokenizer: Any) -> None:
+    """Its scores at the last tokens are those of the plain loss, and ten more pads change nothing."""
+    model = load_reward_model(ModelConfig(path=str(scorers["gpt2"])), key="x", device=CPU)
+    rows = encode_rows(PAIRS[:4], tiny_tokenizer, DataConfig(), responses=("chosen", "rejected"))[0]
+    config = RewardConfig(loss="divergence")
+    loss, chosen, rejected = scored_pairs(model, rows, config, 0)
+    last = scored_pairs(model, rows, RewardConfig(), 0)
+    torch.testing.assert_close(chosen, last[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(rejected, last[2], rtol=0, atol=1e-5)
+    assert loss.item() != pytest.approx(last[0].item(), abs=1e-3)
+    alone = sum(scored_pairs(model, [row], config, 0)[0].item() for row in rows)
+    assert loss.item() == pytest.approx(alone, abs=1e-4)
+    before = loss.item()
+    optimizer = Optimizer(model, OptimizerConfig(learning_rate=3e-3), total_steps=20)
+    for _ in range(20):
+        train_step(model, optimizer, rows, config, 0)
+    assert scored_pairs(model, rows, config, 0)[0].item() < 0.7 * before
