@@ -62,7 +62,7 @@ def test_batch_equals_its_rows_one_by_one(call, layout):
             if name == "macro_x":
                 fields[name] = x[b : b + 1]
             elif x.ndim == batch.macro_ids.ndim and x.shape == batch.macro_ids.shape:
-                fields[name] = alone.layout.lay([batch.lists(name)[b]], NAN)
+                fields[name] = alone.layout.lay([batch.lists(name)[b]], NAN, x.dtype)
             else:
                 fields[name] = x[b : b + 1]
         single = alone.with_fields(**fields)
