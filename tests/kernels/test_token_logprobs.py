@@ -1,6 +1,8 @@
 """token_logprobs."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -293,6 +295,46 @@ def test_inplace_backward(dtype):
         torch.autograd.backward([out, entropy], [upstream(out, 1), upstream(entropy, 2)])
         gradients.append(leaf.grad)
     assert_same_bits(gradients[0], gradients[1])
+
+
+FRESH = """
+import torch, marlhf_kernels as mk
+torch.manual_seed(0)
+device = "{device}"
+x, y = torch.randn(64, 300, device=device), torch.arange(64, device=device)
+with mk.use_backend("{backend}"):
+    gradients = []
+    for inplace in (True, True, False):
+        leaf = x.clone().requires_grad_()
+        mk.token_logprobs(leaf * 1.0, y, inplace_backward=inplace).backward(torch.linspace(-2, 3, 64, device=device))
+        gradients.append(leaf.grad)
+    print(all(torch.equal(g, gradients[2]) for g in gradients), mk.backends()["{backend}"].available)
+"""
+
+
+def test_the_first_inplace_backward_of_a_process(backend):
+    """Whatever a backend tries out or compiles at its first call, it does so once: the gradient is not taken twice."""
+    if "token_logprobs_backward_" not in mk.backends()[backend.name].ops:
+        pytest.skip(f"the {backend.name} backend has no token_logprobs_backward_ yet")
+    code = FRESH.format(device=backend.device, backend=backend.name)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_every_run_and_the_same_numbers_row_by_row(dtype):
+    """Twice the same logits: the same bits. One row at a time: the same to float32 rounding."""
+    x, y = torch.tensor(noise(9, 65)).to(dtype), torch.arange(9)
+    results = []
+    for rows in ([slice(0, 9)], [slice(0, 9)], [slice(n, n + 1) for n in range(9)]):
+        leaf = x.clone().requires_grad_()
+        parts = [mk.token_logprobs(leaf[part], y[part], return_entropy=True) for part in rows]
+        outputs = [torch.cat(o) for o in zip(*parts, strict=True)]
+        torch.autograd.backward(outputs, [upstream(o, i) for i, o in enumerate(outputs)])
+        results.append((*outputs, leaf.grad))
+    for first, second, alone in zip(*results, strict=True):
+        assert_same_bits(first, second)
+        assert_close(alone, first, torch.float32, scale=8.0)
 
 
 def test_backward_can_be_left_out():
