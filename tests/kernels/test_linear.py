@@ -632,6 +632,46 @@ def test_five_values_of_both_coefficients_compile_once():
     assert counter.graphs == 1
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("banned", [False, True])
+def test_slices_of_the_vocabulary_merge(with_entropy, banned):
+    """What two ranks with a slice each compute, and what comes of it: the whole vocabulary's results and gradients."""
+    labels = torch.tensor([0, 3, 4, 6, -1, 2])
+    hidden, weight, bias = gauss(6, HIDDEN), gauss(VOCAB, HIDDEN, seed=1), gauss(VOCAB, seed=2)
+    hidden[4] = NAN
+    if banned:
+        bias[SLICES[1]] = -INF
+        labels[labels >= 4] = 1
+    one = torch.ones((), dtype=torch.float64)
+    rest = [(torch.tensor(part.start), weight[part], bias[part]) for part in SLICES]
+    forward = torch.ops.marlhf.linear_token_logprobs
+    parts = []
+    for first, w, b in rest:
+        lp, entropy, maximum, log_sum = forward(hidden, w, labels, b, one, None, with_entropy, 4, first)
+        parts.append(torch.stack([lp, *([entropy] if with_entropy else []), maximum, log_sum]))
+    lp, entropy, maximum, log_sum = torch.ops.marlhf.merge_slices(torch.stack(parts), labels, with_entropy)
+    want_lp, want_entropy, backward = exact_logprobs(hidden, weight, labels, bias)
+    assert_close(lp, want_lp, scale=8.0)
+    if with_entropy:
+        assert_close(entropy, want_entropy, scale=8.0)
+    else:
+        assert entropy.numel() == 0
+    assert not any(x[4].any() for x in (lp, maximum, log_sum))
+    g = upstream(lp)
+    e = upstream(lp, 2) if with_entropy else torch.zeros_like(lp)
+    d_hidden, d_weight, d_bias = backward(g.double().tolist(), e.double().tolist())
+    total = torch.zeros_like(hidden)
+    for (first, w, b), part in zip(rest, SLICES, strict=True):
+        grads = torch.ops.marlhf.linear_token_logprobs_backward(
+            g, e if with_entropy else None, hidden, w, labels, b, one, None, 4, first, maximum, log_sum, entropy,
+            True, True, True,
+        )  # fmt: skip
+        total += grads[0]
+        assert_close(grads[1], d_weight[part], scale=8.0)
+        assert_close(grads[2], d_bias[part], scale=8.0)
+    assert_close(total, d_hidden, scale=8.0)
+
+
 # The vocabulary in two unequal slices, in rank order.
 SLICES = (slice(0, 4), slice(4, VOCAB))
 

@@ -39,6 +39,16 @@ def test_reduce_by_hand(weights, discount, expected):
     assert_close(mk.macro_reduce(numbers(X), ids_of(IDS), weights=weights, discount=discount), [expected])
 
 
+@pytest.mark.parametrize(("weights", "place"), [("first", 0), ("last", 2), ("discounted_sum", 0)])
+def test_a_weight_of_zero_reads_nothing(weights, place):
+    """A token of weight 0 adds nothing, not even the NaN of 0 * inf."""
+    x = [math.inf, -math.inf, NAN]
+    x[place] = 5.0
+    discount = 0.0 if weights == "discounted_sum" else 1.0
+    out = mk.macro_reduce(numbers(x), ids_of([0, 0, 0]), weights=weights, discount=discount)
+    assert out.tolist() == [[5.0]]
+
+
 def test_reduce_is_a_sum_by_default():
     """The default weight is the sum."""
     assert_close(mk.macro_reduce(numbers(X), ids_of(IDS)), [[7.0, 24.0]])

@@ -8,9 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import marlhf_kernels as mk
 from marlhf_kernels import segmentation
+from marlhf_kernels.backends import _backends
 from tests.cases import calls, oracle, shapes
 from tests.cases.batches import make_batch
 from tests.cases.calls import MACRO, SCALAR, TOKEN
+from tests.cases.checks import run_with_gradient
 from tests.cases.logits import noise
 from tests.cases.precision import wide
 from tests.cases.recorder import RecordOps
@@ -208,3 +210,66 @@ def test_meta_tensors(weights):
         num_macros=4,
     )
     assert (out.shape, out.device.type) == ((3, 4), "meta")
+
+
+def on_no_cpu(run):
+    """Run the reference's implementation of every op that `run` calls on fake tensors that lie on no CPU.
+
+    PyTorch without CUDA indexes no fake CUDA tensor: the device is `meta`.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with RecordOps() as recorder:
+        run()
+    assert recorder.calls
+    for op, args, kwargs in recorder.calls:
+        assert not kwargs
+        name = op._schema.name.partition("::")[2]
+        with mode:
+            # Coefficients stay on the CPU, as numbers become tensors there.
+            moved = [
+                torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) and x.dim() else x
+                for x in args
+            ]
+            results = REFERENCE[name](*moved)
+        for out in results if isinstance(results, tuple) else (results,):
+            assert out is None or out.device.type == "meta"
+
+
+REFERENCE = _backends["reference"].implementations
+
+
+@pytest.mark.parametrize(
+    "call",
+    [*(c for c in calls.ONE_EACH if MACRO not in c.outputs), calls.reduce_call(num_macros=5), calls.LENGTHS[1]],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["mixed", "packed"])
+def test_the_reference_waits_for_no_gpu(call, layout):
+    """On a GPU the reference reads nothing back: a fake tensor has nothing to read."""
+    batch = make_batch(IDS, layout, poison=0.5)
+    on_no_cpu(lambda: run_with_gradient(call, batch))
+
+
+def test_the_reference_of_logprobs_waits_for_no_gpu():
+    """The same for token_logprobs, forward and backward, labels and temperatures unread."""
+    x, y = torch.tensor(noise(4, 7), dtype=wide(), requires_grad=True), torch.tensor([0, 6, -1, 3])
+    temperature = torch.ones(4, dtype=wide())
+    on_no_cpu(lambda: mk.token_logprobs(x, y, logit_softcap=3.0, temperature=temperature).sum().backward())
+
+
+def test_the_reference_of_builders_waits_for_no_gpu():
+    """The same for builders and whitening; perplexity of packed sequences alone needs their greatest length."""
+    mask, ref = torch.rand(3, 9) < 0.7, torch.randn(3, 9)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    def run():
+        for keywords, m, x in (({}, mask, ref), ({"cu_seqlens": cu}, mask[0], ref[0])):
+            ids = segmentation.fixed_ngram(m, 2, **keywords)
+            segmentation.isolate_last(ids, **keywords)
+            segmentation.from_ends(m, m, **keywords)
+            segmentation.randomized_ngram(m, **keywords)
+            mk.masked_whiten(x, m)
+        for rule in ("running_mean", "neighbour"):
+            segmentation.perplexity(mask, ref, rule=rule)
+
+    on_no_cpu(run)

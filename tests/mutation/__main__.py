@@ -43,20 +43,24 @@ REPORT = Path(__file__).parent / "report.md"
 # The tests of each module: files of tests/kernels, and which of their tests where not all are needed. What is left out
 # shows nothing that the rest does not show sooner.
 TESTS = {
+    "value_loss": (["value_loss"], "not grids"),
+    "units": (["policy_loss", "value_loss"], "not grids and (by_hand or no_action or empty or counts)"),
+    "whiten": (["whiten"], "not rank"),
+    "segmentation": (["segmentation", "registration"], "test_segmentation or builders_waits"),
+    "macro": (["macro", "registration"], "(test_macro and not grids) or waits_for_no_gpu"),
     "_layout": (
-        ["macro", "segmentation", "errors", "advantages"],
-        "test_macro or test_segmentation or (test_errors and (cu_seqlens or num_macros or in_tensors))"
-        " or (test_advantages and not oracle)",
+        ["reference", "macro", "segmentation", "errors", "registration", "advantages"],
+        "test_reference or (test_macro and not grids and not types) or test_segmentation"
+        " or (test_errors and (cu_seqlens or num_macros or in_tensors)) or (test_registration and waits)"
+        " or (test_advantages and not oracle and not telescopes)",
     ),
-    "units": (["policy_loss", "value_loss"], "not grids"),
-    "macro": (["macro"], ""),
-    "advantages": (["advantages"], ""),
-    "policy_loss": (["policy_loss", "linear"], "test_policy_loss or loss or no_action or by_hand"),
-    "value_loss": (["value_loss"], ""),
-    "whiten": (["whiten"], ""),
-    "logprobs": (["token_logprobs", "linear"], "test_token_logprobs or logprobs or bf16 or banned"),
-    "linear": (["linear"], ""),
-    "segmentation": (["segmentation"], ""),
+    "advantages": (["advantages", "registration"], "(test_advantages and not grids) or (waits and gae)"),
+    "policy_loss": (
+        ["policy_loss", "linear"],
+        "(test_policy_loss and not grids) or (test_linear and (as_a_loss or bonus or no_action or microbatches))",
+    ),
+    "logprobs": (["token_logprobs", "registration"], "test_token_logprobs or logprobs_waits"),
+    "linear": (["linear"], "not loss and not ranks"),
 }
 Result = dict[str, Any]
 Results = dict[tuple[str, str], Result]
