@@ -240,6 +240,27 @@ def test_strided_weight_and_hidden():
         assert_close(a, b, scale=4.0)
 
 
+@pytest.mark.slow
+def test_production_vocabulary(backend):
+    """V = 50257 from 16-bit hidden states and weights, against the logits in float64, within eager float32's error."""
+    if "production" not in backend.grids:
+        pytest.skip(f"{backend.name} is too slow here for the production grid")
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(96, 64).bfloat16(), (0.2 * torch.randn(50257, 64)).bfloat16()
+    labels = torch.randint(0, 50257, (96,))
+    results = []
+    for dtype in (None, torch.float32, torch.float64):
+        h, w = (x.to(dtype or x.dtype).clone().requires_grad_() for x in (hidden, weight))
+        if dtype is None:
+            lp = mk.linear_token_logprobs(h, w, labels)
+        else:
+            lp = (h @ w.t()).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+        lp.sum().backward()
+        results.append((lp, h.grad, w.grad))
+    for fused, eager, exact in zip(*results, strict=True):
+        assert_close(fused, exact, torch.float32, eager=eager)
+
+
 def test_autocast_casts_the_linear_ops():
     """Under autocast hidden, weight and bias are taken in its dtype; the gradient has the input's own."""
     h, w, b = leaves(

@@ -86,9 +86,9 @@ def test_oracle_types(call, dtype):
 @pytest.mark.parametrize(
     "call", [c for c in [*calls.REDUCE, calls.BROADCAST, calls.LENGTHS[0]] if "num_macros" not in str(c)], ids=str
 )
-@pytest.mark.parametrize("grid", ["interpreter", "edge"])
+@pytest.mark.parametrize("grid", ["interpreter", "edge", pytest.param("production", marks=pytest.mark.slow)])
 def test_oracle_grids(call, grid, backend):
-    """Values and gradients equal the loop oracle around the borders of tile sizes."""
+    """Values and gradients equal the loop oracle around the borders of tile sizes, and at a trainer's sizes."""
     if grid not in backend.grids:
         pytest.skip(f"{backend.name} is too slow here for the {grid} grid")
     for rows, length in shapes.GRIDS[grid]:

@@ -302,6 +302,33 @@ def test_isolate_last_oracle(layout):
         assert torch.equal(segmentation.isolate_last(out, **laid.keywords), out)
 
 
+@pytest.mark.parametrize("grid", ["interpreter", "edge", pytest.param("production", marks=pytest.mark.slow)])
+def test_oracle_grids(grid, backend):
+    """Every builder with an oracle, around the borders of tile sizes and at a trainer's sizes."""
+    if grid not in backend.grids:
+        pytest.skip(f"{backend.name} is too slow here for the {grid} grid")
+    for rows, length in shapes.GRIDS[grid]:
+        ids = shapes.random_rows(rows, length)
+        chosen = [[int(k >= 0) for k in row] for row in ids]
+        laid = Layout("packed" if length % 2 else "mixed", ids)
+        mask = laid.lay(chosen, 0.0).bool()
+        ref = random_logprobs(length)(chosen)
+        results = {
+            "fixed": segmentation.fixed_ngram(mask, 3, **laid.keywords),
+            "ends": segmentation.from_ends(mask, laid.lay(_ends(chosen), 0.0).bool(), **laid.keywords),
+            "perplexity": segmentation.perplexity(mask, laid.lay(ref, NAN, torch.float32), **laid.keywords),
+            "isolated": segmentation.isolate_last(laid.macro_ids(), **laid.keywords),
+        }
+        want = {
+            "fixed": [oracle.fixed_ngram(row, 3) for row in chosen],
+            "ends": [oracle.from_ends(row, e) for row, e in zip(chosen, _ends(chosen), strict=True)],
+            "perplexity": [oracle.perplexity(row, x, "running_mean") for row, x in zip(chosen, ref, strict=True)],
+            "isolated": [oracle.isolate_last(row) for row in ids],
+        }
+        for name, got in results.items():
+            assert laid.rows(got) == want[name], f"{name} {rows}x{length}"
+
+
 def runs(row):
     """Lengths of the macro actions of a row of ids."""
     return [len(x) for x in oracle.groups(row)]
