@@ -197,6 +197,15 @@ def test_logprobs_of_few_rows(shape):
     assert w.grad.any() == (torch.Size(shape).numel() > 0)
 
 
+def test_a_vocabulary_larger_than_a_chunk():
+    """More tokens than logits are made at a time: one row after the other."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 1), torch.randn(2**21 + 1, 1)
+    labels = torch.tensor([2**21, 5])
+    want = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    assert_close(mk.linear_token_logprobs(hidden, weight, labels), want, torch.float32, scale=20.0)
+
+
 def test_frozen_parts_get_no_gradient():
     """Only what wants a gradient gets one: hidden alone, weight alone, bias alone."""
     for i in range(3):

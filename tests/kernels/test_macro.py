@@ -166,6 +166,7 @@ def test_num_macros_pads_with_zero():
     none = torch.full((2, 3), -1, dtype=torch.int32)
     assert mk.macro_reduce(torch.ones(2, 3), none).shape == (2, 0)
     assert mk.macro_lengths(none).shape == (2, 0)
+    assert mk.macro_lengths(none[:, :0]).shape == (2, 0)
 
 
 def test_ids_beyond_num_macros(backend):

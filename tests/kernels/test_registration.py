@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import marlhf_kernels as mk
 from marlhf_kernels import segmentation
@@ -273,3 +273,30 @@ def test_the_reference_of_builders_waits_for_no_gpu():
             segmentation.perplexity(mask, ref, rule=rule)
 
     on_no_cpu(run)
+
+
+def test_perplexity_of_packed_sequences_waits():
+    """The one builder that has to ask its device, for the greatest length of the sequences."""
+    mask = torch.ones(9).bool()
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    with pytest.raises(DataDependentOutputException):
+        on_no_cpu(lambda: segmentation.perplexity(mask, torch.randn(9), cu_seqlens=cu))
+
+
+def test_what_is_not_asked_for_is_empty(backend):
+    """No entropy, and no gradient that nobody needs: outputs of size 0, as the fake kernels say."""
+    hidden, weight, bias = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
+    labels, one, none = torch.tensor([0, 4, -1, 2]), torch.ones((), dtype=torch.float64), torch.Size((0,))
+    ops = torch.ops.marlhf
+    assert ops.token_logprobs(hidden @ weight.t(), labels, one, None, False, False)[1].shape == none
+    lp, entropy, maximum, log_sum = ops.linear_token_logprobs(hidden, weight, labels, bias, one, None, False, 2, None)
+    assert entropy.shape == none
+    for i in range(3):
+        needed = [j == i for j in range(3)]
+        gradients = ops.linear_token_logprobs_backward(
+            torch.ones(4), None, hidden, weight, labels, bias, one, None, 2, None, maximum, log_sum, entropy, *needed
+        )
+        shapes_of = [hidden.shape, weight.shape, bias.shape]
+        assert [g.shape for g in gradients] == [s if need else none for s, need in zip(shapes_of, needed, strict=True)]
+    ids = torch.arange(4, dtype=torch.int32)[None]
+    assert ops.policy_penalty(lp[None], None, lp[None], ids, one, one, None, None, None)[2].shape == none

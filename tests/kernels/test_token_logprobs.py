@@ -337,6 +337,48 @@ def test_the_same_bits_every_run_and_the_same_numbers_row_by_row(dtype):
         assert_close(alone, first, torch.float32, scale=8.0)
 
 
+@pytest.mark.parametrize(
+    "view", [lambda x: x[:, :-1], lambda x: x.transpose(0, 1), lambda x: x[:, :2].transpose(0, 1)], ids=str
+)
+def test_inplace_backward_of_strided_logits(view):
+    """Logits that are a part of a larger tensor, or transposed: the gradient is written where they lie."""
+    x = torch.tensor(noise(10, 7), dtype=wide()).reshape(2, 5, 7)
+    gradients = []
+    for inplace in (False, True):
+        leaf = x.clone().requires_grad_()
+        logits = view(leaf * 1.0)
+        out = mk.token_logprobs(logits, torch.arange(logits[..., 0].numel()).view(logits.shape[:2]) % 7,
+                                inplace_backward=inplace)  # fmt: skip
+        out.backward(upstream(out))
+        gradients.append(leaf.grad)
+    assert_same_bits(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(40000, 8), (3, 300000)])
+def test_more_logits_than_are_taken_at_a_time(rows, vocab):
+    """Many rows, each with a temperature of its own, and rows longer than a block."""
+    torch.manual_seed(0)
+    x, y, t = torch.randn(rows, vocab), torch.randint(0, vocab, (rows,)), 0.5 + torch.rand(rows)
+    results = []
+    for dtype in (None, torch.float32, torch.float64):
+        leaf = x.to(dtype or x.dtype).clone().requires_grad_()
+        if dtype is None:
+            out = mk.token_logprobs(leaf, y, temperature=t)
+        else:
+            out = (leaf / t.to(dtype)[:, None]).log_softmax(-1).gather(-1, y[:, None])[:, 0]
+        out.backward(torch.linspace(-1.0, 2.0, rows, dtype=out.dtype))
+        results.append((out, leaf.grad))
+    for got, eager_result, exact_result in zip(*results, strict=True):
+        budget = 2e-6 * exact_result.abs().max() + (eager_result.double() - exact_result).abs().max()
+        assert (got.double() - exact_result).abs().max() <= budget
+
+
+def test_a_vocabulary_of_one_token():
+    """Its log-probability is 0; ignored, it is 0 too."""
+    lp, entropy = mk.token_logprobs(numbers([3.0], [NAN]), torch.tensor([0, -1]), return_entropy=True)
+    assert lp.tolist() == entropy.tolist() == [0.0, 0.0]
+
+
 def test_backward_can_be_left_out():
     """Without a gradient wanted the result is a plain tensor."""
     x = torch.tensor(noise(2, 5))

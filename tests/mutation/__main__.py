@@ -46,21 +46,30 @@ TESTS = {
     "value_loss": (["value_loss"], "not grids"),
     "units": (["policy_loss", "value_loss"], "not grids and (by_hand or no_action or empty or counts)"),
     "whiten": (["whiten"], "not rank"),
-    "segmentation": (["segmentation", "registration"], "test_segmentation or builders_waits"),
+    "segmentation": (
+        ["segmentation", "registration"],
+        "test_segmentation or (test_registration and (builders_wait or packed_sequences))",
+    ),
     "macro": (["macro", "registration"], "(test_macro and not grids) or waits_for_no_gpu"),
     "_layout": (
-        ["reference", "macro", "segmentation", "errors", "registration", "advantages"],
+        ["reference", "macro", "segmentation", "errors", "registration", "advantages", "policy_loss"],
         "test_reference or (test_macro and not grids and not types) or test_segmentation"
         " or (test_errors and (cu_seqlens or num_macros or in_tensors)) or (test_registration and waits)"
-        " or (test_advantages and not oracle and not telescopes)",
+        " or (test_advantages and not oracle and not telescopes)"
+        " or (test_policy_loss and (normalisers or empty_sequences))",
     ),
     "advantages": (["advantages", "registration"], "(test_advantages and not grids) or (waits and gae)"),
     "policy_loss": (
-        ["policy_loss", "linear"],
-        "(test_policy_loss and not grids) or (test_linear and (as_a_loss or bonus or no_action or microbatches))",
+        ["policy_loss", "linear", "registration"],
+        "(test_policy_loss and not grids) or (test_linear and (as_a_loss or bonus or no_action or microbatches))"
+        " or asked_for",
     ),
-    "logprobs": (["token_logprobs", "registration"], "test_token_logprobs or logprobs_waits"),
-    "linear": (["linear"], "not loss and not ranks"),
+    "logprobs": (
+        ["token_logprobs", "registration", "errors", "linear"],
+        "test_token_logprobs or logprobs_waits or asked_for or slices"
+        " or (test_errors and (label or temperature or in_tensors))",
+    ),
+    "linear": (["linear", "registration"], "(test_linear and not loss and not ranks) or asked_for"),
 }
 Result = dict[str, Any]
 Results = dict[tuple[str, str], Result]
