@@ -78,7 +78,7 @@ def test_the_report_counts_what_nobody_explains(tmp_path, monkeypatch):
     """A survivor is counted and listed as unexplained until it has a reason."""
     mutants = mutation.all_mutants(["whiten"])[:4]
     results = {
-        mutation.label_of(mutant): {"result": result, "cpu": 30.0}
+        mutation.label_of(mutant): {"result": result, "cpu": 30.0, "why": "call: assert 1 == 2"}
         for mutant, result in zip(mutants, ("killed", "survived", "survived", "timeout"), strict=True)
     }
     monkeypatch.setattr(mutation, "EQUIVALENT", {mutants[1].key: "for a reason"})
@@ -87,6 +87,7 @@ def test_the_report_counts_what_nobody_explains(tmp_path, monkeypatch):
     text = report.read_text(encoding="utf-8")
     assert "| whiten | 4 | 1 | 0 | 1 | 1 | 1 | 0 |" in text
     assert "2.0 minutes" in text
+    assert "Of the killed, 1 fell to\na comparison and 0 to an exception" in text
     assert "for a reason" in text
     assert text.count("NOT EXPLAINED") == 1
 
