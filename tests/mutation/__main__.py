@@ -109,7 +109,7 @@ def is_open(mutant: Mutant, results: Results, again: bool) -> bool:
 
 def still_holds(result: Result) -> bool:
     """A mutant stays dead while the test that killed it is there, and alive while no test and no code changed."""
-    if result["result"] in ("survived", "green"):
+    if result["result"] == "survived":
         return result["tests"] == fingerprint(ROOT)
     if result["result"] == "killed":
         path, _, name = result["by"].partition("::")
@@ -144,11 +144,10 @@ def keep(result: Result, results: Results) -> None:
 
 
 def run_module(module: str, keys: list[str], until: float, results: Results) -> bool:
-    """Run mutants of one module in a worker; False where its tests are red without any change, or do not run."""
+    """Run mutants of one module in a worker; False, and nothing is kept, where its tests are red without any change."""
     scratch = make_scratch()
     tests = fingerprint(scratch)
     module_label = module_hash(module)
-    baseline = (module_label, f"baseline of {module}")
     out = scratch / "results.jsonl"
     out.touch()
     job = {
@@ -156,7 +155,6 @@ def run_module(module: str, keys: list[str], until: float, results: Results) -> 
         "keys": keys,
         "results": str(out),
         "until": until,
-        "is_green": baseline in results,
         "kills": Counter(r["by"] for (label, _), r in results.items() if label == module_label and r["by"]),
         "files": [f"tests/kernels/test_{name}.py" for name in TESTS[module][0]],
         "chosen": TESTS[module][1],
@@ -180,16 +178,13 @@ def run_module(module: str, keys: list[str], until: float, results: Results) -> 
                     found.append(result)
                     told = f"{result['result']} in {result['cpu']} s: {result['key'] or module}"
                     print(f"{told} | {result['by']} | {result['why']}", flush=True)
-                    if result["result"] == "green":
-                        keep({**result, "key": baseline[1]}, results)
-                    elif result["result"] == "red":
+                    if result["result"] == "red":
                         print(f"{module}: red without any change: {result['by']}")
                         is_green = False
-                    elif result["result"] != "error":
+                    elif result["result"] not in ("green", "error"):
                         keep(result, results)
                 time.sleep(0.2)
             if not is_green:
-                # Red at the end is a test that minds the order; then what it killed in this run means nothing.
                 forget(found, results)
                 return False
             if worker.returncode:

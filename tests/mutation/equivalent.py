@@ -66,6 +66,9 @@ _BY_REASON: dict[str, list[str]] = {
         "macro:token_weights:off by one:torch.where(macros.action, weight, 0) -> torch.where(macros.action, weight, 1)#1",
         "macro:token_weights:off by one:torch.where(macros.action, weight / macros.to_tokens(macros.sum(weight)), 0) -> torch.where(macros.action, weight / macros.to_tokens(macros.sum(weight)), 1)#1",
     ],
+    ("A token that is no action has id -1: it reads the number before its own, or the last one, and is masked."): [
+        "macro:_broadcast:mask:torch.where(inside, macros.row * num_macros + macros.ids, 0) -> macros.row * num_macros + macros.ids#1",
+    ],
     "The first entry alone is taken.": [
         "_layout:scalar:off by one:torch.ones(1, dtype=dtype, device=device) -> torch.ones(2, dtype=dtype, device=device)#1",
     ],

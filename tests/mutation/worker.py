@@ -71,7 +71,6 @@ class MutantLoop:
         self.mutants = [m for m in mutants_of(name, self.source) if m.key in wanted]
         self.results = Path(job["results"])
         self.until = job["until"]
-        self.is_green = job["is_green"]
         self.kills = Counter(job["kills"])
         self.parent = os.getppid()
         self.red = ""
@@ -87,11 +86,12 @@ class MutantLoop:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """The original, which must be green (unless it was in an earlier call), then every mutant until time is up."""
+        """Every mutant until time is up, then the original, in the order of tests that the kills have led to.
+
+        Where that is red the kills mean nothing: a test is red without any change, or because of the order alone.
+        """
         if session.testsfailed:
             self.tell("", {"result": "red", "by": "collection", "why": "", "cpu": 0.0})
-            return True
-        if not self.is_green and not self.original_is_green(session):
             return True
         for mutant in self.mutants:
             if time.time() > self.until or os.getppid() != self.parent:
@@ -103,16 +103,9 @@ class MutantLoop:
                 self.path.write_text(self.source, encoding="utf-8")
             self.tell(mutant.key, outcome)
             self.kills[outcome["by"]] += 1
-        # Once more, in the order that the kills have led to: no test may be red because of the order alone.
-        self.original_is_green(session)
-        return True
-
-    def original_is_green(self, session: pytest.Session) -> bool:
-        """Run the tests on the unchanged module, and tell."""
         outcome = self.run(session, None)
-        is_green = outcome["result"] == "survived"
-        self.tell("", {**outcome, "result": "green" if is_green else "red"})
-        return is_green
+        self.tell("", {**outcome, "result": "green" if outcome["result"] == "survived" else "red"})
+        return True
 
     def tell(self, key: str, outcome: dict[str, Any]) -> None:
         """One line for the parent."""
