@@ -94,6 +94,17 @@ def test_gap_neither_decays_nor_leaks():
     assert_close(out.returns, [[0.975, 0.0, 0.0, 1.0]])
 
 
+def test_one_packed_sequence_and_a_tail():
+    """A single sequence with places behind it: they take neither its score nor its bootstrap value."""
+    lp, cu = numbers([-1.0, -1.0, NAN, NAN])[0], torch.tensor([0, 2], dtype=torch.int32)
+    out = mk.rollout_advantages(
+        numbers(1.0).reshape(1), lp, lp, numbers([0.5, 0.5, NAN, NAN])[0], torch.arange(4, dtype=torch.int32),
+        kl_coef=0.1, bootstrap_values=numbers(0.6).reshape(1), cu_seqlens=cu,
+    )  # fmt: skip
+    assert out.rewards.tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert_close(out.advantages, [1.045, 1.1, 0.0, 0.0])
+
+
 def test_macro_gae_by_hand():
     """Two macro actions of 2 tokens: R = [3, 7], V = [1, 3]; delta = [3 + .9*3 - 1, 7 - 3], A_0 = 4.7 + .9*.5*4."""
     out = mk.macro_gae(

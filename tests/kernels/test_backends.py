@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import marlhf_kernels as mk
+from marlhf_kernels.backends import select
+from tests.cases.shapes import GRIDS
+from tests.conftest import NAMES, _select_or_skip, known_backend
 
 X = torch.tensor([[1.0, 2.0]])
 IDS = torch.tensor([[0, 0]], dtype=torch.int32)
@@ -90,6 +93,23 @@ def test_the_reference_has_every_op():
     """Whatever is registered as an op has a definition."""
     registered = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "marlhf::" in name}
     assert registered == CLAIMED["reference"]
+
+
+def test_a_missing_op_skips_the_test():
+    """It is no error that a test could be waiting for; an op that is there is the backend's own."""
+    choose = _select_or_skip("reference")
+    with mk.use_backend("reference"):
+        with pytest.raises(pytest.skip.Exception, match="reference backend has no macro_product"):
+            choose("macro_product", (X,))
+        assert choose("macro_reduce", (X,)) is select("macro_reduce", (X,))
+    assert not issubclass(pytest.skip.Exception, Exception)
+
+
+def test_every_backend_takes_named_grids():
+    """Each takes the interpreter's sizes at least, and none a size that has no name."""
+    for name in NAMES:
+        assert "interpreter" in known_backend(name).grids
+        assert set(known_backend(name).grids) <= set(GRIDS)
 
 
 def test_reference_can_be_asked_for():

@@ -20,6 +20,7 @@ X = torch.zeros(2, 3)
 IDS = torch.tensor([[0, 0, 1], [0, 1, -1]], dtype=torch.int32)
 ROW = torch.zeros(2)
 LOGITS, LABELS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
+HIDDEN, WEIGHT = torch.zeros(2, 3, 4), torch.zeros(5, 4)
 PACKED_IDS = torch.tensor([0, 0, 1, 0, 1], dtype=torch.int32)
 CU = torch.tensor([0, 3, 5], dtype=torch.int32)
 
@@ -45,6 +46,14 @@ def call(op, tensors=None, ids=IDS, **options):
     return getattr(mk, op)(*(tensors or good(op)), ids, **{**REQUIRED.get(op, {}), **options})
 
 
+def linear_loss(**changes):
+    """linear_macro_policy_loss of valid arguments but for `changes`."""
+    arguments = {
+        "hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, "old_logprobs": X, "advantages": X, "macro_ids": IDS
+    }  # fmt: skip
+    return mk.linear_macro_policy_loss(**{**arguments, **changes})
+
+
 def each_argument():
     return [(op, i, name) for op, names in ARGUMENTS.items() for i, name in enumerate(names)]
 
@@ -53,6 +62,118 @@ def each_argument():
 def test_the_good_call_is_good(op):
     """The arguments that the other tests spoil work as they are."""
     call(op)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            lambda: mk.macro_gae(X, torch.zeros(2, 4), IDS),
+            "values has shape [2, 4], but macro_ids has [2, 3]; they must be equal, entry for entry about the same "
+            "token",
+        ),
+        (
+            lambda: call("kl_penalized_rewards", [torch.zeros(3), X, X]),
+            "scores must be [B] = [2], one per sequence, got shape [3]",
+        ),
+        (
+            lambda: mk.macro_lengths(IDS[0]),
+            "macro_ids must be [B, T], got shape [3]; packed [N] tensors need cu_seqlens",
+        ),
+        (
+            lambda: linear_loss(weight=torch.zeros(5, 3)),
+            "weight must be [V, H] with V >= 1 and H = 4, that of hidden, got shape [5, 3]",
+        ),
+        (lambda: mk.macro_reduce(X.long(), IDS), "x must be float32, bfloat16, float16 or float64, got int64"),
+        (lambda: mk.macro_lengths(IDS.float()), "macro_ids must be int32 or int64, got float32"),
+        (
+            lambda: segmentation.whole(IDS),
+            "mask must be bool (True on a real token), got int32; pass e.g. `mask > 0`",
+        ),
+        (lambda: mk.macro_reduce(X.to("meta"), IDS), "x is on meta, but macro_ids is on cpu; move one of them"),
+        (
+            lambda: mk.macro_gae(X, X, IDS, lam=torch.zeros((), device="meta")),
+            "lam is on meta, but the data is on cpu; move it there or to the CPU",
+        ),
+        (lambda: mk.macro_reduce([[1.0]], IDS), "x must be a torch.Tensor, got list"),
+        (
+            lambda: mk.macro_reduce(X.to_sparse(), IDS),
+            "x must be a dense tensor, got layout torch.sparse_coo; call x.to_dense()",
+        ),
+        (
+            lambda: mk.token_logprobs(LOGITS, LABELS, temperature=0.0),
+            "temperature must be greater than 0, got 0.0",
+        ),
+        (lambda: linear_loss(temperature=-1), "temperature must be greater than 0, got -1"),
+        (
+            lambda: mk.macro_reduce(X, IDS, weights="median"),
+            "unknown weights 'median'; known: sum, discounted_sum, mean, first, last, position, position_reversed",
+        ),
+        (
+            lambda: linear_loss(ratio_level="sequence"),
+            "unknown ratio_level 'sequence'; known: token, macro, macro_mean",
+        ),
+        (
+            lambda: mk.macro_reduce(X, IDS, weights="mean", discount=0.9),
+            "discount belongs to weights='discounted_sum' and has no meaning for 'mean'; leave it 1",
+        ),
+        (lambda: mk.macro_gae(X, X, IDS, gamma=1.5), "gamma must be at most 1, got 1.5"),
+        (lambda: linear_loss(dual_clip=1.1), "dual_clip must be greater than 1 + clip_high = 1.2, got 1.1"),
+        (lambda: linear_loss(vocab_group="world"), "vocab_group must be a process group or None, got str"),
+        (
+            lambda: linear_loss(kl_loss_coef=0.1),
+            "kl_loss_coef needs ref_logprobs, the log-probabilities of the reference model",
+        ),
+        (
+            lambda: mk.macro_lengths(IDS[0], cu_seqlens=CU, max_seqlen=torch.tensor(3)),
+            "max_seqlen must be an int or None, got Tensor; a tensor would have to be read back from its device",
+        ),
+    ],
+    ids=lambda x: x.partition(";")[0][:60] if isinstance(x, str) else "",
+)
+def test_messages(run, message, backend):
+    """What is said, word for word: the argument, what is wrong with it, and what would be right."""
+    if backend.device != "cpu" and " is on cpu" in message:
+        message = message.replace("on cpu", f"on {backend.device}:0")
+    with pytest.raises(BAD) as error:
+        run()
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            lambda: mk.token_logprobs(LOGITS, LABELS + 5),
+            "labels has the token id 5, but the vocabulary has 5 tokens",
+        ),
+        (
+            lambda: mk.linear_token_logprobs(HIDDEN, WEIGHT, LABELS + 7),
+            "labels has the token id 7, but the vocabulary has 5 tokens",
+        ),
+        (lambda: linear_loss(labels=LABELS + 7), "labels has the token id 7, but the vocabulary has 5 tokens"),
+        (
+            lambda: mk.token_logprobs(LOGITS, LABELS, temperature=X - 2),
+            "temperature must be greater than 0, got -2",
+        ),
+        (
+            lambda: mk.linear_token_logprobs(HIDDEN, WEIGHT, LABELS, temperature=torch.zeros(())),
+            "temperature must be greater than 0, got 0",
+        ),
+        (
+            lambda: mk.macro_lengths(IDS, num_macros=1),
+            "macro_ids has id 1, but there is room for 1 macro actions only",
+        ),
+    ],
+    ids=lambda x: x.partition(",")[0] if isinstance(x, str) else "",
+)
+def test_messages_about_what_stands_in_tensors(run, message, backend):
+    """The same of what a CPU can read without waiting for anyone."""
+    if backend.name == "gpu":
+        pytest.skip("on a GPU it cannot be read without a host sync")
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        run()
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(("op", "i", "name"), each_argument())
@@ -171,6 +292,13 @@ def test_cu_seqlens_that_describe_no_packing(cu, match, backend):
         (lambda v: call("rollout_advantages", discount_per=v), "discount_per", ("macro", "token")),
         (lambda v: call("macro_policy_loss", ratio_level=v), "ratio_level", oracle.RATIO_LEVELS),
         (lambda v: call("macro_policy_loss", normalize_by=v), "normalize_by", oracle.NORMALIZE_BY),
+        (lambda v: linear_loss(ratio_level=v), "ratio_level", oracle.RATIO_LEVELS),
+        (lambda v: linear_loss(normalize_by=v), "normalize_by", oracle.NORMALIZE_BY),
+        (
+            lambda v: segmentation.perplexity(X.bool(), X, rule=v),
+            "rule",
+            ("running_mean", "neighbour"),
+        ),
         (lambda v: call("macro_value_loss", level=v), "level", ("token", "macro")),
         (lambda v: call("macro_value_loss", value_weights=v), "value_weights", oracle.VALUE_WEIGHTS),
         (lambda v: call("macro_value_loss", normalize_by=v), "normalize_by", oracle.NORMALIZE_BY),
@@ -255,6 +383,12 @@ def test_wrong_bootstrap(bad):
         ("rollout_advantages", {"score_clip": -1.0}, "score_clip"),
         ("kl_penalized_rewards", {"score_clip": -1.0}, "score_clip"),
         ("macro_gae", {"gamma": math.nan}, "gamma"),
+        ("macro_gae", {"gamma": -0.1}, "gamma"),
+        ("macro_gae", {"lam": 1.1}, "lam"),
+        ("rollout_advantages", {"gamma": 1.1}, "gamma"),
+        ("rollout_advantages", {"lam": -0.1}, "lam"),
+        ("macro_policy_loss", {"normalizer": -1.0}, "normalizer"),
+        ("macro_value_loss", {"normalizer": -1.0}, "normalizer"),
         ("macro_gae", {"lam": "0.9"}, "lam"),
         ("macro_gae", {"gamma": torch.ones(2)}, "gamma"),
         ("kl_penalized_rewards", {"kl_coef": torch.ones(1, 1)}, "kl_coef"),
@@ -355,6 +489,41 @@ def sharded():
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"old_logprobs": X[:, :2]}, r"old_logprobs has shape \[2, 2\]"),
+        ({"advantages": X[0]}, r"advantages has shape \[3\]"),
+        ({"advantages": X.long()}, "advantages.*int64"),
+        ({"old_logprobs": X.to("meta")}, "old_logprobs is on meta"),
+        ({"labels": LABELS[:, :2]}, r"labels has shape \[2, 2\]"),
+        ({"labels": LABELS.to("meta")}, "labels is on meta"),
+        ({"hidden": HIDDEN.to("meta")}, "labels is on .*, but hidden is on meta"),
+        ({"bias": torch.zeros(5, device="meta")}, "bias is on meta"),
+        ({"bias": torch.zeros(5).long()}, "bias.*int64"),
+        ({"macro_ids": IDS.float()}, "macro_ids.*float32"),
+        ({"macro_ids": IDS[0]}, "cu_seqlens"),
+        ({"ref_logprobs": X[:, :2], "kl_loss_coef": 0.1}, r"ref_logprobs has shape \[2, 2\]"),
+        ({"ref_logprobs": [0.0], "kl_loss_coef": 0.1}, "ref_logprobs.*list"),
+        ({"temperature": torch.ones(3)}, r"temperature has shape \[3\]"),
+        ({"temperature": torch.ones(2, 3).long()}, "temperature.*int64"),
+        ({"entropy_coef": None}, "entropy_coef.*NoneType"),
+        ({"entropy_coef": math.inf}, "entropy_coef must be finite"),
+        ({"kl_loss_coef": torch.ones(2), "ref_logprobs": X}, r"kl_loss_coef.*0-d"),
+        ({"token_normalizer": -1}, "token_normalizer must be at least 0"),
+        ({"normalizer": -1}, "normalizer must be at least 0"),
+        ({"clip_low": -0.1}, "clip_low must be at least 0"),
+        ({"clip_high": "0.2"}, "clip_high.*str"),
+    ],
+    ids=str,
+)
+def test_wrong_linear_loss(changes, match):
+    """What linear_macro_policy_loss has beyond linear_token_logprobs: shapes, dtypes, devices and numbers, named."""
+    linear_loss()
+    with pytest.raises(BAD, match=match):
+        linear_loss(**changes)
+
+
 def test_dtensor_shards(sharded):
     """A DTensor is refused by name, with the way out: the shard alone would give a wrong number."""
     runs = [
@@ -363,6 +532,30 @@ def test_dtensor_shards(sharded):
         lambda: segmentation.token(sharded(X.bool())),
         lambda: mk.macro_lengths(sharded(IDS)),
         lambda: mk.macro_broadcast(sharded(X), IDS),
+        lambda: mk.macro_gae(X, X, IDS, bootstrap_values=sharded(ROW)),
+        lambda: mk.macro_lengths(PACKED_IDS, cu_seqlens=sharded(CU)),
+        lambda: mk.token_logprobs(LOGITS, sharded(LABELS)),
+        lambda: mk.token_logprobs(LOGITS, LABELS, temperature=sharded(X + 1)),
+        lambda: mk.masked_whiten(X, sharded(X.bool())),
+        lambda: mk.linear_token_logprobs(sharded(HIDDEN), WEIGHT, LABELS),
+        lambda: mk.linear_token_logprobs(HIDDEN, sharded(WEIGHT), LABELS),
+        lambda: mk.linear_token_logprobs(HIDDEN, WEIGHT, LABELS, bias=sharded(WEIGHT[:, 0])),
+        *(
+            lambda name=name, x=x: linear_loss(**{name: sharded(x)})
+            for name, x in (
+                ("hidden", HIDDEN),
+                ("weight", WEIGHT),
+                ("labels", LABELS),
+                ("old_logprobs", X),
+                ("advantages", X),
+                ("macro_ids", IDS),
+            )
+        ),
+        lambda: segmentation.from_ends(X.bool(), sharded(X.bool())),
+        lambda: segmentation.perplexity(X.bool(), sharded(X)),
+        lambda: segmentation.from_lengths(X.bool(), sharded(LABELS)),
+        lambda: segmentation.isolate_last(sharded(IDS)),
+        lambda: segmentation.validate(sharded(IDS)),
         *(lambda op=op: call(op, [sharded(x) for x in good(op)]) for op in ARGUMENTS),
         *(lambda op=op: call(op, ids=sharded(IDS)) for op in ARGUMENTS),
     ]

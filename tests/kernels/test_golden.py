@@ -37,7 +37,7 @@ def test_released_code(case, layout):
     ids = laid.macro_ids()
 
     def tensor(name):
-        return laid.lay([case[name]], float("nan"))
+        return laid.lay([case[name]], float("nan"), wide())
 
     old, values = tensor("logprobs"), tensor("values")
     out = mk.rollout_advantages(

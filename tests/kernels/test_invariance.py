@@ -62,7 +62,7 @@ def test_batch_equals_its_rows_one_by_one(call, layout):
             if name == "macro_x":
                 fields[name] = x[b : b + 1]
             elif x.ndim == batch.macro_ids.ndim and x.shape == batch.macro_ids.shape:
-                fields[name] = alone.layout.lay([batch.lists(name)[b]], NAN)
+                fields[name] = alone.layout.lay([batch.lists(name)[b]], NAN, x.dtype)
             else:
                 fields[name] = x[b : b + 1]
         single = alone.with_fields(**fields)
@@ -248,7 +248,7 @@ def test_any_ids_are_memory_safe(call, layout):
 
 
 def test_builders_ignore_a_wrong_hint_too():
-    """max_seqlen too small or too large for the builders and the linear loss."""
+    """max_seqlen too small or too large for the builders."""
     mask, cu = torch.ones(9).bool(), torch.tensor([0, 2, 2, 9], dtype=torch.int32)
     want = [0, 0, 0, 0, 1, 1, 2, 2, 3]
     ends = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1, 0]).bool()
@@ -257,6 +257,12 @@ def test_builders_ignore_a_wrong_hint_too():
         assert mk.segmentation.fixed_ngram(mask, 2, **options).tolist() == want
         assert mk.segmentation.from_ends(mask, ends, **options).tolist() == want
         assert mk.segmentation.from_lengths(mask, [[2], [], [2, 2, 2, 1]], **options).tolist() == want
+        rising = -torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 8.0])
+        assert mk.segmentation.perplexity(mask, rising, **options).tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 3]
+        generator = torch.Generator().manual_seed(0)
+        drawn = mk.segmentation.randomized_ngram(mask, lengths=(2,), generator=generator, **options)
+        assert drawn.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 3]
+        assert mk.segmentation.validate(drawn, **options) is None
         isolated = mk.segmentation.isolate_last(mk.segmentation.whole(mask, **options), **options)
         assert isolated.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 1]
 
@@ -269,6 +275,17 @@ def test_autocast_is_ignored(call, layout):
     want = call.run(batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = call.run(batch)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_autocast_is_ignored_by_builders_and_whitening():
+    """The same for what is no macro op."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(3, 40), torch.rand(3, 40) < 0.8
+    want = (mk.masked_whiten(x, mask), mk.segmentation.perplexity(mask, -x.abs()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = (mk.masked_whiten(x, mask), mk.segmentation.perplexity(mask, -x.abs()))
     for a, b in zip(got, want, strict=True):
         assert_same_bits(a, b)
 

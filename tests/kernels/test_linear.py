@@ -1,5 +1,6 @@
 """linear_token_logprobs and linear_macro_policy_loss."""
 
+import math
 import random
 import subprocess
 import sys
@@ -120,15 +121,67 @@ def test_logprobs_equal_the_materialised_way(chunk_tokens, with_bias):
 
 
 def test_logprobs_temperature_per_token():
-    """temperature may be one number a row."""
+    """temperature may be one number a row, each for its own row, and gets no gradient."""
     hidden, weight = gauss(4, HIDDEN), gauss(VOCAB, HIDDEN, seed=1)
     labels, temperatures = torch.tensor([0, 6, 2, 3]), [0.5, 1.0, 2.0, 0.7]
-    lp = mk.linear_token_logprobs(
-        hidden, weight, labels, temperature=torch.tensor(temperatures, dtype=wide()), chunk_tokens=3
+    h, w, t = leaves(hidden, weight, torch.tensor(temperatures, dtype=wide()))
+    lp = mk.linear_token_logprobs(h, w, labels, temperature=t, chunk_tokens=3)
+    g = upstream(lp)
+    lp.backward(g)
+    assert t.grad is None
+    h_rows, w_rows = hidden.double().tolist(), weight.double().tolist()
+    logits = oracle.linear_logits(h_rows, w_rows)
+    rows = list(zip(logits, labels.tolist(), t.tolist(), g.tolist(), strict=True))
+    assert_close(lp, [oracle.token_logprob(x, y, s)[0] for x, y, s, _ in rows])
+    d = [oracle.token_logprob_gradient(x, y, a, temperature=s) for x, y, s, a in rows]
+    for leaf, want in zip((h, w), oracle.linear_gradients(h_rows, w_rows, d), strict=False):
+        assert_close(leaf.grad, want, scale=4.0)
+
+
+def test_labels_of_both_integer_types():
+    """int32 labels give what int64 labels give, in both ops."""
+    hidden, weight = gauss(2, 4, HIDDEN), gauss(VOCAB, HIDDEN, seed=1)
+    assert_same_bits(
+        mk.linear_token_logprobs(hidden, weight, LABELS.int()), mk.linear_token_logprobs(hidden, weight, LABELS)
     )
-    logits = oracle.linear_logits(hidden.double().tolist(), weight.double().tolist())
-    want = [oracle.token_logprob(x, y, t)[0] for x, y, t in zip(logits, labels.tolist(), temperatures, strict=True)]
-    assert_close(lp, want)
+    data = linear_batch(shapes.BY_HAND["ragged"], "mixed")
+    narrow = {**data, "labels": data["labels"].int()}
+    names = ("hidden", "weight", "bias")
+    for a, b in zip(*(run_linear(d, *(d[n] for n in names), {}) for d in (narrow, data)), strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1])
+def test_banned_vocabulary(chunk_tokens):
+    """A bias of -inf bans a token: its log-probability is -inf, the entropy ln 2 and every gradient finite."""
+    h, w = leaves(torch.zeros(2, HIDDEN, dtype=wide()), gauss(3, HIDDEN))
+    b = torch.tensor([0.0, 0.0, -INF], dtype=wide()).requires_grad_()
+    lp, entropy = mk.linear_token_logprobs(
+        h, w, torch.tensor([0, 2]), bias=b, return_entropy=True, chunk_tokens=chunk_tokens
+    )
+    assert lp[1].item() == -INF
+    assert_close([lp[0], *entropy], [-math.log(2.0), *[math.log(2.0)] * 2])
+    (lp[0] + entropy.sum()).backward()
+    assert_close(b.grad, [0.5, -0.5, 0.0])
+    assert h.grad.isfinite().all()
+    assert w.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("reduce", [lambda o: o.sum(), lambda o: o[:, ::2].sum(), lambda o: (o.t() * 2.0)[1:].sum()])
+def test_strided_upstream_gradients(reduce):
+    """Zero-stride, strided and transposed upstream gradients equal those through logits that are there."""
+    gradients = []
+    for fused in (True, False):
+        h, w = leaves(gauss(2, 4, HIDDEN), gauss(VOCAB, HIDDEN, seed=1))
+        if fused:
+            outputs = mk.linear_token_logprobs(h, w, LABELS, return_entropy=True, chunk_tokens=3)
+        else:
+            outputs = mk.token_logprobs(h @ w.t(), LABELS, return_entropy=True)
+        sum(reduce(o) for o in outputs).backward()
+        gradients.append((h.grad, w.grad))
+    for a, b in zip(*gradients, strict=True):
+        assert a.any()
+        assert_close(a, b, scale=4.0)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (1,), ()])
@@ -142,6 +195,15 @@ def test_logprobs_of_few_rows(shape):
     assert w.grad.shape == w.shape
     assert w.grad.isfinite().all()
     assert w.grad.any() == (torch.Size(shape).numel() > 0)
+
+
+def test_a_vocabulary_larger_than_a_chunk():
+    """More tokens than logits are made at a time: one row after the other."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 1), torch.randn(2**21 + 1, 1)
+    labels = torch.tensor([2**21, 5])
+    want = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    assert_close(mk.linear_token_logprobs(hidden, weight, labels), want, torch.float32, scale=20.0)
 
 
 def test_frozen_parts_get_no_gradient():
@@ -185,6 +247,27 @@ def test_strided_weight_and_hidden():
         results.append((out, *torch.autograd.grad(out, (h, w), upstream(out))))
     for a, b in zip(*results, strict=True):
         assert_close(a, b, scale=4.0)
+
+
+@pytest.mark.slow
+def test_production_vocabulary(backend):
+    """V = 50257 from 16-bit hidden states and weights, against the logits in float64, within eager float32's error."""
+    if "production" not in backend.grids:
+        pytest.skip(f"{backend.name} is too slow here for the production grid")
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(96, 64).bfloat16(), (0.2 * torch.randn(50257, 64)).bfloat16()
+    labels = torch.randint(0, 50257, (96,))
+    results = []
+    for dtype in (None, torch.float32, torch.float64):
+        h, w = (x.to(dtype or x.dtype).clone().requires_grad_() for x in (hidden, weight))
+        if dtype is None:
+            lp = mk.linear_token_logprobs(h, w, labels)
+        else:
+            lp = (h @ w.t()).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+        lp.sum().backward()
+        results.append((lp, h.grad, w.grad))
+    for fused, eager, exact in zip(*results, strict=True):
+        assert_close(fused, exact, torch.float32, eager=eager)
 
 
 def test_autocast_casts_the_linear_ops():
@@ -402,7 +485,7 @@ def test_masked_places_are_never_used(options, layout):
 
 
 def test_kl_as_a_loss_by_hand():
-    """Policy (.8, .2), reference (.5, .5), every token drawn by its probability: dKL/dlogit = +-.2218."""
+    """Policy (.8, .2), reference (.5, .5), tokens drawn by their probabilities: half of d^2/2 is .0862, dKL .2218."""
     # Two labels, weighted .8 and .2 by the number of their tokens: the mean over the policy's own tokens.
     labels = torch.tensor([[0, 0, 0, 0, 1]])
     weight = torch.tensor([[0.8], [0.2]], dtype=wide()).log().requires_grad_()
@@ -410,9 +493,11 @@ def test_kl_as_a_loss_by_hand():
     zeros = torch.zeros(1, 5, dtype=wide())
     ref = torch.full((1, 5), 0.5, dtype=wide()).log()
     ids = torch.arange(5, dtype=torch.int32)[None]
-    out = mk.linear_macro_policy_loss(hidden, weight, labels, zeros, zeros, ids, ref_logprobs=ref, kl_loss_coef=1.0)
+    out = mk.linear_macro_policy_loss(hidden, weight, labels, zeros, zeros, ids, ref_logprobs=ref, kl_loss_coef=0.5)
     out.loss.backward()
-    assert weight.grad.flatten().tolist() == pytest.approx([0.2218, -0.2218], abs=5e-5)
+    # d is ln 1.6 = .4700 four times and ln .4 = -.9163 once: (4 * .11045 + .41980) / 5 = .17232, of which a half.
+    assert out.loss.item() == pytest.approx(0.5 * 0.17232, abs=5e-6)
+    assert weight.grad.flatten().tolist() == pytest.approx([0.5 * 0.2218, -0.5 * 0.2218], abs=2e-5)
 
 
 def test_entropy_bonus_by_hand():
@@ -511,13 +596,45 @@ def test_gradcheck(options, backend):
     assert torch.autograd.gradcheck(lambda h, w, b: run_linear(data, h, w, b, options).loss, tensors)
 
 
-def test_double_backward_raises():
+@pytest.mark.parametrize("op", ["logprobs", "loss", "penalties"])
+def test_double_backward_raises(op):
     """A second derivative is an error."""
-    h, w = leaves(gauss(4, HIDDEN), gauss(VOCAB, HIDDEN, seed=1))
-    out = mk.linear_token_logprobs(h, w, torch.zeros(4, dtype=torch.int64))
+    data = linear_batch(shapes.BY_HAND["ragged"], "mixed", poison=0.5)
+    h, w, b = leaves(data["hidden"], data["weight"], data["bias"])
+    if op == "logprobs":
+        out = mk.linear_token_logprobs(h, w, data["labels"] % VOCAB, bias=b)
+    else:
+        options = {"entropy_coef": 0.1, "kl_loss_coef": 0.2} if op == "penalties" else {}
+        out = run_linear(data, h, w, b, options).loss
     (gradient,) = torch.autograd.grad((out**2).sum(), h, create_graph=True)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="differentiated again"):
         gradient.sum().backward()
+
+
+def test_only_the_head_learns():
+    """Gradients flow to hidden, weight and bias; to old and reference log-probabilities and advantages none."""
+    data = linear_batch(shapes.BY_HAND["ragged"], "mixed", poison=0.5)
+    h, w, b, old, ref, advantages = leaves(
+        *(data[n] for n in ("hidden", "weight", "bias", "old", "ref")), data["batch"]["advantages"]
+    )
+    frozen = {**data, "old": old, "ref": ref, "batch": data["batch"].with_fields(advantages=advantages)}
+    out = run_linear(frozen, h, w, b, {"entropy_coef": 0.1, "kl_loss_coef": 0.2})
+    assert [x.requires_grad for x in out] == [True, False, False, False, False]
+    out.loss.backward()
+    assert all(x.grad.any() for x in (h, w, b))
+    assert [x.grad for x in (old, ref, advantages)] == [None] * 3
+    assert not run_linear(frozen, h.detach(), w.detach(), b.detach(), {"kl_loss_coef": 0.2}).loss.requires_grad
+
+
+@pytest.mark.parametrize("hint", [0, 1, 5, 10**6])
+def test_max_seqlen_is_only_a_hint(hint):
+    """max_seqlen may be anything, too small too."""
+    data = linear_batch(shapes.BY_HAND["holes inside macro actions"], "packed", poison=0.5)
+    names, options = ("hidden", "weight", "bias"), {"ratio_level": "macro", "entropy_coef": 0.1, "kl_loss_coef": 0.2}
+    want = run_linear(data, *(data[n] for n in names), options)
+    got = run_linear(data, *(data[n] for n in names), {**options, "max_seqlen": hint})
+    for a, b in zip(got, want, strict=True):
+        assert_close([a], [b], scale=4.0)
 
 
 def test_five_values_of_both_coefficients_compile_once():
@@ -543,6 +660,46 @@ def test_five_values_of_both_coefficients_compile_once():
         for a, b in zip(*tensors, strict=True):
             assert_close(a.grad, b.grad, torch.float32)
     assert counter.graphs == 1
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("banned", [False, True])
+def test_slices_of_the_vocabulary_merge(with_entropy, banned):
+    """What two ranks with a slice each compute, and what comes of it: the whole vocabulary's results and gradients."""
+    labels = torch.tensor([0, 3, 4, 6, -1, 2])
+    hidden, weight, bias = gauss(6, HIDDEN), gauss(VOCAB, HIDDEN, seed=1), gauss(VOCAB, seed=2)
+    hidden[4] = NAN
+    if banned:
+        bias[SLICES[1]] = -INF
+        labels[labels >= 4] = 1
+    one = torch.ones((), dtype=torch.float64)
+    rest = [(torch.tensor(part.start), weight[part], bias[part]) for part in SLICES]
+    forward = torch.ops.marlhf.linear_token_logprobs
+    parts = []
+    for first, w, b in rest:
+        lp, entropy, maximum, log_sum = forward(hidden, w, labels, b, one, None, with_entropy, 4, first)
+        parts.append(torch.stack([lp, *([entropy] if with_entropy else []), maximum, log_sum]))
+    lp, entropy, maximum, log_sum = torch.ops.marlhf.merge_slices(torch.stack(parts), labels, with_entropy)
+    want_lp, want_entropy, backward = exact_logprobs(hidden, weight, labels, bias)
+    assert_close(lp, want_lp, scale=8.0)
+    if with_entropy:
+        assert_close(entropy, want_entropy, scale=8.0)
+    else:
+        assert entropy.numel() == 0
+    assert not any(x[4].any() for x in (lp, maximum, log_sum))
+    g = upstream(lp)
+    e = upstream(lp, 2) if with_entropy else torch.zeros_like(lp)
+    d_hidden, d_weight, d_bias = backward(g.double().tolist(), e.double().tolist())
+    total = torch.zeros_like(hidden)
+    for (first, w, b), part in zip(rest, SLICES, strict=True):
+        grads = torch.ops.marlhf.linear_token_logprobs_backward(
+            g, e if with_entropy else None, hidden, w, labels, b, one, None, 4, first, maximum, log_sum, entropy,
+            True, True, True,
+        )  # fmt: skip
+        total += grads[0]
+        assert_close(grads[1], d_weight[part], scale=8.0)
+        assert_close(grads[2], d_bias[part], scale=8.0)
+    assert_close(total, d_hidden, scale=8.0)
 
 
 # The vocabulary in two unequal slices, in rank order.

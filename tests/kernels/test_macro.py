@@ -39,6 +39,16 @@ def test_reduce_by_hand(weights, discount, expected):
     assert_close(mk.macro_reduce(numbers(X), ids_of(IDS), weights=weights, discount=discount), [expected])
 
 
+@pytest.mark.parametrize(("weights", "place"), [("first", 0), ("last", 2), ("discounted_sum", 0)])
+def test_a_weight_of_zero_reads_nothing(weights, place):
+    """A token of weight 0 adds nothing, not even the NaN of 0 * inf."""
+    x = [math.inf, -math.inf, NAN]
+    x[place] = 5.0
+    discount = 0.0 if weights == "discounted_sum" else 1.0
+    out = mk.macro_reduce(numbers(x), ids_of([0, 0, 0]), weights=weights, discount=discount)
+    assert out.tolist() == [[5.0]]
+
+
 def test_reduce_is_a_sum_by_default():
     """The default weight is the sum."""
     assert_close(mk.macro_reduce(numbers(X), ids_of(IDS)), [[7.0, 24.0]])
@@ -76,9 +86,9 @@ def test_oracle_types(call, dtype):
 @pytest.mark.parametrize(
     "call", [c for c in [*calls.REDUCE, calls.BROADCAST, calls.LENGTHS[0]] if "num_macros" not in str(c)], ids=str
 )
-@pytest.mark.parametrize("grid", ["interpreter", "edge"])
+@pytest.mark.parametrize("grid", ["interpreter", "edge", pytest.param("production", marks=pytest.mark.slow)])
 def test_oracle_grids(call, grid, backend):
-    """Values and gradients equal the loop oracle around the borders of tile sizes."""
+    """Values and gradients equal the loop oracle around the borders of tile sizes, and at a trainer's sizes."""
     if grid not in backend.grids:
         pytest.skip(f"{backend.name} is too slow here for the {grid} grid")
     for rows, length in shapes.GRIDS[grid]:
@@ -156,6 +166,7 @@ def test_num_macros_pads_with_zero():
     none = torch.full((2, 3), -1, dtype=torch.int32)
     assert mk.macro_reduce(torch.ones(2, 3), none).shape == (2, 0)
     assert mk.macro_lengths(none).shape == (2, 0)
+    assert mk.macro_lengths(none[:, :0]).shape == (2, 0)
 
 
 def test_ids_beyond_num_macros(backend):

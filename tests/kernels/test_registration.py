@@ -4,13 +4,15 @@ import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import marlhf_kernels as mk
 from marlhf_kernels import segmentation
+from marlhf_kernels.backends import _backends
 from tests.cases import calls, oracle, shapes
 from tests.cases.batches import make_batch
 from tests.cases.calls import MACRO, SCALAR, TOKEN
+from tests.cases.checks import run_with_gradient
 from tests.cases.logits import noise
 from tests.cases.precision import wide
 from tests.cases.recorder import RecordOps
@@ -208,3 +210,93 @@ def test_meta_tensors(weights):
         num_macros=4,
     )
     assert (out.shape, out.device.type) == ((3, 4), "meta")
+
+
+def on_no_cpu(run):
+    """Run the reference's implementation of every op that `run` calls on fake tensors that lie on no CPU.
+
+    PyTorch without CUDA indexes no fake CUDA tensor: the device is `meta`.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with RecordOps() as recorder:
+        run()
+    assert recorder.calls
+    for op, args, kwargs in recorder.calls:
+        assert not kwargs
+        name = op._schema.name.partition("::")[2]
+        with mode:
+            # Coefficients stay on the CPU, as numbers become tensors there.
+            moved = [
+                torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) and x.dim() else x
+                for x in args
+            ]
+            results = REFERENCE[name](*moved)
+        for out in results if isinstance(results, tuple) else (results,):
+            assert out is None or out.device.type == "meta"
+
+
+REFERENCE = _backends["reference"].implementations
+
+
+@pytest.mark.parametrize(
+    "call",
+    [*(c for c in calls.ONE_EACH if MACRO not in c.outputs), calls.reduce_call(num_macros=5), calls.LENGTHS[1]],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["mixed", "packed"])
+def test_the_reference_waits_for_no_gpu(call, layout):
+    """On a GPU the reference reads nothing back: a fake tensor has nothing to read."""
+    batch = make_batch(IDS, layout, poison=0.5)
+    on_no_cpu(lambda: run_with_gradient(call, batch))
+
+
+def test_the_reference_of_logprobs_waits_for_no_gpu():
+    """The same for token_logprobs, forward and backward, labels and temperatures unread."""
+    x, y = torch.tensor(noise(4, 7), dtype=wide(), requires_grad=True), torch.tensor([0, 6, -1, 3])
+    temperature = torch.ones(4, dtype=wide())
+    on_no_cpu(lambda: mk.token_logprobs(x, y, logit_softcap=3.0, temperature=temperature).sum().backward())
+
+
+def test_the_reference_of_builders_waits_for_no_gpu():
+    """The same for builders and whitening; perplexity of packed sequences alone needs their greatest length."""
+    mask, ref = torch.rand(3, 9) < 0.7, torch.randn(3, 9)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    def run():
+        for keywords, m, x in (({}, mask, ref), ({"cu_seqlens": cu}, mask[0], ref[0])):
+            ids = segmentation.fixed_ngram(m, 2, **keywords)
+            segmentation.isolate_last(ids, **keywords)
+            segmentation.from_ends(m, m, **keywords)
+            segmentation.randomized_ngram(m, **keywords)
+            mk.masked_whiten(x, m)
+        for rule in ("running_mean", "neighbour"):
+            segmentation.perplexity(mask, ref, rule=rule)
+
+    on_no_cpu(run)
+
+
+def test_perplexity_of_packed_sequences_waits():
+    """The one builder that has to ask its device, for the greatest length of the sequences."""
+    mask = torch.ones(9).bool()
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    with pytest.raises(DataDependentOutputException):
+        on_no_cpu(lambda: segmentation.perplexity(mask, torch.randn(9), cu_seqlens=cu))
+
+
+def test_what_is_not_asked_for_is_empty(backend):
+    """No entropy, and no gradient that nobody needs: outputs of size 0, as the fake kernels say."""
+    hidden, weight, bias = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
+    labels, one, none = torch.tensor([0, 4, -1, 2]), torch.ones((), dtype=torch.float64), torch.Size((0,))
+    ops = torch.ops.marlhf
+    assert ops.token_logprobs(hidden @ weight.t(), labels, one, None, False, False)[1].shape == none
+    lp, entropy, maximum, log_sum = ops.linear_token_logprobs(hidden, weight, labels, bias, one, None, False, 2, None)
+    assert entropy.shape == none
+    for i in range(3):
+        needed = [j == i for j in range(3)]
+        gradients = ops.linear_token_logprobs_backward(
+            torch.ones(4), None, hidden, weight, labels, bias, one, None, 2, None, maximum, log_sum, entropy, *needed
+        )
+        shapes_of = [hidden.shape, weight.shape, bias.shape]
+        assert [g.shape for g in gradients] == [s if need else none for s, need in zip(shapes_of, needed, strict=True)]
+    ids = torch.arange(4, dtype=torch.int32)[None]
+    assert ops.policy_penalty(lp[None], None, lp[None], ids, one, one, None, None, None)[2].shape == none

@@ -110,6 +110,18 @@ def test_mask_strides(ids, layout):
     )
 
 
+def test_a_true_mask_past_the_last_sequence():
+    """What stands past cu_seqlens[-1] is no token, whatever the mask says there."""
+    mask, keywords = torch.ones(7).bool(), {"cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32)}
+    past = [-1, -1]
+    assert segmentation.fixed_ngram(mask, 2, **keywords).tolist() == [0, 0, 1, 0, 0, *past]
+    assert segmentation.from_ends(mask, mask, **keywords).tolist() == [0, 1, 2, 0, 1, *past]
+    assert segmentation.from_lengths(mask, [[1, 2], [2]], **keywords).tolist() == [0, 1, 1, 0, 0, *past]
+    rising = -torch.tensor([1.0, 2.0, 2.0, 1.0, 4.0, 8.0, NAN])
+    for rule in ("running_mean", "neighbour"):
+        assert segmentation.perplexity(mask, rising, rule=rule, **keywords).tolist() == [0, 1, 1, 0, 1, *past]
+
+
 def random_logprobs(seed, values=None, poison=True):
     """Rows of log-probabilities for a mask, exact in float32, poison where it is False."""
 
@@ -290,6 +302,33 @@ def test_isolate_last_oracle(layout):
         assert torch.equal(segmentation.isolate_last(out, **laid.keywords), out)
 
 
+@pytest.mark.parametrize("grid", ["interpreter", "edge", pytest.param("production", marks=pytest.mark.slow)])
+def test_oracle_grids(grid, backend):
+    """Every builder with an oracle, around the borders of tile sizes and at a trainer's sizes."""
+    if grid not in backend.grids:
+        pytest.skip(f"{backend.name} is too slow here for the {grid} grid")
+    for rows, length in shapes.GRIDS[grid]:
+        ids = shapes.random_rows(rows, length)
+        chosen = [[int(k >= 0) for k in row] for row in ids]
+        laid = Layout("packed" if length % 2 else "mixed", ids)
+        mask = laid.lay(chosen, 0.0).bool()
+        ref = random_logprobs(length)(chosen)
+        results = {
+            "fixed": segmentation.fixed_ngram(mask, 3, **laid.keywords),
+            "ends": segmentation.from_ends(mask, laid.lay(_ends(chosen), 0.0).bool(), **laid.keywords),
+            "perplexity": segmentation.perplexity(mask, laid.lay(ref, NAN, torch.float32), **laid.keywords),
+            "isolated": segmentation.isolate_last(laid.macro_ids(), **laid.keywords),
+        }
+        want = {
+            "fixed": [oracle.fixed_ngram(row, 3) for row in chosen],
+            "ends": [oracle.from_ends(row, e) for row, e in zip(chosen, _ends(chosen), strict=True)],
+            "perplexity": [oracle.perplexity(row, x, "running_mean") for row, x in zip(chosen, ref, strict=True)],
+            "isolated": [oracle.isolate_last(row) for row in ids],
+        }
+        for name, got in results.items():
+            assert laid.rows(got) == want[name], f"{name} {rows}x{length}"
+
+
 def runs(row):
     """Lengths of the macro actions of a row of ids."""
     return [len(x) for x in oracle.groups(row)]
@@ -323,6 +362,14 @@ def test_randomized_own_lengths_and_repeats():
         lengths = runs(ids[0].tolist())
         assert sorted(lengths[:-1]) == [1, 1, 4, 4]
         assert lengths[-1] == 2
+
+
+def test_randomized_with_one_length():
+    """One length drawn once has one order: 2 of five tokens and a tail of 3; where 10 are asked of 3, there are 3."""
+    ids = segmentation.randomized_ngram(torch.ones(1, 5).bool(), lengths=(2,), repeats=1)
+    assert ids.tolist() == [[0, 0, 1, 1, 1]]
+    ids = segmentation.randomized_ngram(torch.ones(3, 3).bool(), lengths=(10,), repeats=2)
+    assert ids.tolist() == [[0, 0, 0]] * 3
 
 
 def test_randomized_is_a_shuffle_per_row():

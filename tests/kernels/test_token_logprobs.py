@@ -1,6 +1,8 @@
 """token_logprobs."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -293,6 +295,88 @@ def test_inplace_backward(dtype):
         torch.autograd.backward([out, entropy], [upstream(out, 1), upstream(entropy, 2)])
         gradients.append(leaf.grad)
     assert_same_bits(gradients[0], gradients[1])
+
+
+FRESH = """
+import torch, marlhf_kernels as mk
+torch.manual_seed(0)
+device = "{device}"
+x, y = torch.randn(64, 300, device=device), torch.arange(64, device=device)
+with mk.use_backend("{backend}"):
+    gradients = []
+    for inplace in (True, True, False):
+        leaf = x.clone().requires_grad_()
+        mk.token_logprobs(leaf * 1.0, y, inplace_backward=inplace).backward(torch.linspace(-2, 3, 64, device=device))
+        gradients.append(leaf.grad)
+    print(all(torch.equal(g, gradients[2]) for g in gradients), mk.backends()["{backend}"].available)
+"""
+
+
+def test_the_first_inplace_backward_of_a_process(backend):
+    """Whatever a backend tries out or compiles at its first call, it does so once: the gradient is not taken twice."""
+    if "token_logprobs_backward_" not in mk.backends()[backend.name].ops:
+        pytest.skip(f"the {backend.name} backend has no token_logprobs_backward_ yet")
+    code = FRESH.format(device=backend.device, backend=backend.name)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_every_run_and_the_same_numbers_row_by_row(dtype):
+    """Twice the same logits: the same bits. One row at a time: the same to float32 rounding."""
+    x, y = torch.tensor(noise(9, 65)).to(dtype), torch.arange(9)
+    results = []
+    for rows in ([slice(0, 9)], [slice(0, 9)], [slice(n, n + 1) for n in range(9)]):
+        leaf = x.clone().requires_grad_()
+        parts = [mk.token_logprobs(leaf[part], y[part], return_entropy=True) for part in rows]
+        outputs = [torch.cat(o) for o in zip(*parts, strict=True)]
+        torch.autograd.backward(outputs, [upstream(o, i) for i, o in enumerate(outputs)])
+        results.append((*outputs, leaf.grad))
+    for first, second, alone in zip(*results, strict=True):
+        assert_same_bits(first, second)
+        assert_close(alone, first, torch.float32, scale=8.0)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x[:, :-1], lambda x: x.transpose(0, 1), lambda x: x[:, :2].transpose(0, 1)], ids=str
+)
+def test_inplace_backward_of_strided_logits(view):
+    """Logits that are a part of a larger tensor, or transposed: the gradient is written where they lie."""
+    x = torch.tensor(noise(10, 7), dtype=wide()).reshape(2, 5, 7)
+    gradients = []
+    for inplace in (False, True):
+        leaf = x.clone().requires_grad_()
+        logits = view(leaf * 1.0)
+        out = mk.token_logprobs(logits, torch.arange(logits[..., 0].numel()).view(logits.shape[:2]) % 7,
+                                inplace_backward=inplace)  # fmt: skip
+        out.backward(upstream(out))
+        gradients.append(leaf.grad)
+    assert_same_bits(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(40000, 8), (3, 300000)])
+def test_more_logits_than_are_taken_at_a_time(rows, vocab):
+    """Many rows, each with a temperature of its own, and rows longer than a block."""
+    torch.manual_seed(0)
+    x, y, t = torch.randn(rows, vocab), torch.randint(0, vocab, (rows,)), 0.5 + torch.rand(rows)
+    results = []
+    for dtype in (None, torch.float32, torch.float64):
+        leaf = x.to(dtype or x.dtype).clone().requires_grad_()
+        if dtype is None:
+            out = mk.token_logprobs(leaf, y, temperature=t)
+        else:
+            out = (leaf / t.to(dtype)[:, None]).log_softmax(-1).gather(-1, y[:, None])[:, 0]
+        out.backward(torch.linspace(-1.0, 2.0, rows, dtype=out.dtype))
+        results.append((out, leaf.grad))
+    for got, eager_result, exact_result in zip(*results, strict=True):
+        budget = 2e-6 * exact_result.abs().max() + (eager_result.double() - exact_result).abs().max()
+        assert (got.double() - exact_result).abs().max() <= budget
+
+
+def test_a_vocabulary_of_one_token():
+    """Its log-probability is 0; ignored, it is 0 too."""
+    lp, entropy = mk.token_logprobs(numbers([3.0], [NAN]), torch.tensor([0, -1]), return_entropy=True)
+    assert lp.tolist() == entropy.tolist() == [0.0, 0.0]
 
 
 def test_backward_can_be_left_out():

@@ -191,6 +191,17 @@ def test_oracle_grids(call, dtype, backend):
             check_call(call, make_batch(ids, "packed" if length % 2 else "mixed", dtype), f"{rows}x{length}")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["token", "macro"])
+def test_oracle_production(level, backend):
+    """Production-sized batches."""
+    if "production" not in backend.grids:
+        pytest.skip(f"{backend.name} is too slow here for the production grid")
+    for rows, length in shapes.GRIDS["production"]:
+        batch = make_batch(shapes.random_rows(rows, length), "right", torch.float32)
+        check_call(calls.value_call(level=level), batch, f"{rows}x{length}")
+
+
 def test_coefficients_may_be_tensors():
     """clip and normalizer as 0-d tensors give what numbers give."""
     batch = make_batch(shapes.BY_HAND["ragged"])

@@ -1,8 +1,8 @@
 """Runs mutants of one module against its tests; started by `tests.mutation` inside the scratch copy.
 
 The tests are collected once. For each mutant a forked child puts the changed code into the functions that are loaded
-already (every reference to them sees it) and runs the tests until the first red one. The changed source also lies on
-disk meanwhile, for tests that start processes of their own.
+already (every reference to them sees it) and runs the tests, those first that have killed most so far, until the first
+red one. The changed source also lies on disk meanwhile, for tests that start processes of their own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 import time
+import traceback
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -23,8 +26,11 @@ import pytest
 from tests.mutation.mutants import mutants_of
 
 PACKAGE = "marlhf_kernels.reference"
-# A mutant may loop for ever; the slowest set of tests takes a part of this.
-LIMIT_SECONDS = 240
+# A mutant may loop for ever. The slowest set of tests takes a part of the first; the second ends one that waits.
+LIMIT_CPU_SECONDS = 45
+LIMIT_SECONDS = 400
+# Exit status of the child: neither green (0) nor a red test (1).
+FAILED_TO_RUN = 2
 
 
 def put_in(module: ModuleType, source: str) -> None:
@@ -38,7 +44,7 @@ def put_in(module: ModuleType, source: str) -> None:
                 _swap(vars(old).get(attribute), member)
         elif isinstance(new, FunctionType) and new.__module__ == module.__name__:
             _swap(old, new)
-        elif isinstance(new, (int, float, str, tuple)) and not name.startswith("__"):
+        elif isinstance(new, (int, float, str, tuple, dict)) and not name.startswith("__"):
             setattr(module, name, new)
 
 
@@ -56,98 +62,120 @@ def _swap(old: Any, new: Any) -> None:
 class MutantLoop:
     """A pytest plugin that runs the collected tests once for each mutant instead of once."""
 
-    def __init__(self, name: str, keys: list[str], results: Path, until: float, is_green: bool) -> None:
+    def __init__(self, job: dict[str, Any]) -> None:
+        name = job["module"]
         self.module = importlib.import_module(f"{PACKAGE}.{name}")
         self.path = Path(str(self.module.__file__))
         self.source = self.path.read_text(encoding="utf-8")
-        wanted = set(keys)
+        wanted = set(job["keys"])
         self.mutants = [m for m in mutants_of(name, self.source) if m.key in wanted]
-        self.results = results
-        self.until = until
-        self.is_green = is_green
+        self.results = Path(job["results"])
+        self.until = job["until"]
+        self.kills = Counter(job["kills"])
+        self.parent = os.getppid()
         self.red = ""
+        self.why = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Remember the first red test."""
+        """Remember the first red test and what it said."""
         if report.failed and not self.red:
             self.red = report.nodeid
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash else str(report.longrepr)
+            self.why = f"{report.when}: {message}".splitlines()[0][:120]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """The original first, which must be green (or was in an earlier call); then every mutant, until time is up."""
+        """Every mutant until time is up, then the original, in the order of tests that the kills have led to.
+
+        Where that is red the kills mean nothing: a test is red without any change, or because of the order alone.
+        """
         if session.testsfailed:
-            self.tell("", "red", "collection", 0.0)
+            self.tell("", {"result": "red", "by": "collection", "why": "", "cpu": 0.0})
             return True
-        if not self.is_green:
-            began = time.monotonic()
-            result, red = self.run(session, None)
-            self.tell("", "green" if result == "survived" else "red", red, time.monotonic() - began)
-            if result != "survived":
-                return True
         for mutant in self.mutants:
-            if time.time() > self.until:
+            if time.time() > self.until or os.getppid() != self.parent:
                 break
-            began = time.monotonic()
             self.path.write_text(mutant.source, encoding="utf-8")
             try:
-                result, red = self.run(session, mutant.source)
+                outcome = self.run(session, mutant.source)
             finally:
                 self.path.write_text(self.source, encoding="utf-8")
-            self.tell(mutant.key, result, red, time.monotonic() - began)
+            self.tell(mutant.key, outcome)
+            self.kills[outcome["by"]] += 1
+        outcome = self.run(session, None)
+        self.tell("", {**outcome, "result": "green" if outcome["result"] == "survived" else "red"})
         return True
 
-    def tell(self, key: str, result: str, red: str, seconds: float) -> None:
+    def tell(self, key: str, outcome: dict[str, Any]) -> None:
         """One line for the parent."""
         with self.results.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"key": key, "result": result, "by": red, "seconds": round(seconds, 2)}) + "\n")
+            lines.write(json.dumps({"key": key, **outcome}) + "\n")
 
-    def run(self, session: pytest.Session, source: str | None) -> tuple[str, str]:
-        """("killed" | "survived" | "timeout", first red test), from a forked child."""
+    def run(self, session: pytest.Session, source: str | None) -> dict[str, Any]:
+        """What the tests say in a forked child, which one went red and why, and the CPU time of the child.
+
+        The result is "survived", "killed" (a test went red), "crashed" (the process died of a signal), "timeout", or
+        "error": not a word about the mutant, since the child could not run the tests.
+        """
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(reading)
-            status = 2
-            try:
-                if source is not None:
-                    put_in(self.module, source)
-                for i, item in enumerate(session.items):
-                    following = session.items[i + 1] if i + 1 < len(session.items) else None
-                    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                    if self.red:
-                        break
-                status = 1 if self.red else 0
-                os.write(writing, self.red.encode())
-            finally:
-                os._exit(status)
+            self.run_child(session, source, writing)
         os.close(writing)
         deadline = time.monotonic() + LIMIT_SECONDS
-        while not (done := os.waitpid(child, os.WNOHANG))[0]:
-            if time.monotonic() > deadline:
+        is_late = False
+        while not (done := os.wait4(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline and not is_late:
+                is_late = True
                 os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                os.close(reading)
-                return "timeout", ""
             time.sleep(0.005)
-        with os.fdopen(reading, "rb") as pipe:
-            red = pipe.read().decode()
+        with os.fdopen(reading, encoding="utf-8") as pipe:
+            red, why = json.loads(pipe.read() or '["", ""]')
         code = os.waitstatus_to_exitcode(done[1])
-        return ("survived", "") if code == 0 else ("killed", red or f"the process ended with {code}")
+        if is_late or code == -signal.SIGXCPU:
+            result = "timeout"
+        elif code < 0:
+            result, why = "crashed", signal.Signals(-code).name
+        else:
+            result = {0: "survived", 1: "killed"}.get(code, "error")
+        usage = done[2]
+        return {"result": result, "by": red, "why": why, "cpu": round(usage.ru_utime + usage.ru_stime, 2)}
+
+    def run_child(self, session: pytest.Session, source: str | None, writing: int) -> None:
+        """The tests until the first red one; never returns."""
+        status, said = FAILED_TO_RUN, ("", "")
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_CPU_SECONDS, LIMIT_CPU_SECONDS + 5))
+            if source is not None:
+                put_in(self.module, source)
+            items = sorted(session.items, key=lambda item: -self.kills[item.nodeid])
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if self.red:
+                    break
+            status, said = int(bool(self.red)), (self.red, self.why)
+        except BaseException:
+            said = ("", traceback.format_exc(limit=-1)[-120:])
+        finally:
+            os.write(writing, json.dumps(said).encode())
+            os._exit(status)
 
 
 def main() -> int:
-    name, todo, results, until, is_green, *files = sys.argv[1:]
     import torch
 
     torch.set_num_threads(1)
-    keys = json.loads(Path(todo).read_text(encoding="utf-8"))
-    plugin = MutantLoop(name, keys, Path(results), float(until), is_green == "green")
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    plugin = MutantLoop(job)
     if Path.cwd() not in plugin.path.parents:
         raise RuntimeError(f"the kernels were imported from {plugin.path}, not from the scratch copy")
     # What these show, the oracle shows too, and sooner.
-    chosen = "not opcheck and not compile and not gradcheck and not never_there and not production"
-    options = ["-q", "-m", "not slow and not long", "-k", chosen, "-p", "no:cacheprovider", "--tb=no", "--no-header"]
-    return int(pytest.main([*files, *options], plugins=[plugin]))
+    left_out = ("opcheck", "compile", "gradcheck", "never_there", "production", "of_a_process")
+    chosen = " and ".join([f"not {name}" for name in left_out] + [f"({job['chosen']})"] * bool(job["chosen"]))
+    options = ["-q", "-m", "not slow and not long", "-k", chosen, "-p", "no:cacheprovider", "--tb=short", "--no-header"]
+    return int(pytest.main([*job["files"], *options], plugins=[plugin]))
 
 
 if __name__ == "__main__":
