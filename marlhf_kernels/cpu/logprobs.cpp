@@ -23,7 +23,6 @@ constexpr std::int64_t SEGMENT = 16384;
 constexpr std::int64_t BLOCK = 2048;
 // The fewest logits that are worth a thread's waking up.
 constexpr std::int64_t GRAIN = 65536;
-constexpr int UNROLL = 4;
 // 2^y may grow to 2^HEADROOM before a block is done again with a new reference: the first one is that of a segment's
 // first block, and larger logits come seldom.
 constexpr float HEADROOM = 4.0f;
@@ -104,12 +103,8 @@ struct Sums {
 template <typename T, bool CAPPED, bool ENTROPY>
 Sums block_sums(const T* logits, std::int64_t count, const Softcap<CAPPED>& softcap, float scale, float reference) {
     const Float c = broadcast(scale), r = broadcast(reference), floor = broadcast(EXP2_FLOOR);
-    Float maximum[UNROLL], total[UNROLL], weighted[UNROLL];
-    MARLHF_UNROLL
-    for (int u = 0; u < UNROLL; ++u) {
-        maximum[u] = broadcast(-INFINITY);
-        total[u] = weighted[u] = broadcast(0.0f);
-    }
+    // Two sums of each kind: one would wait for itself, and four do not fit into 16 registers.
+    Float maximum[2] = {broadcast(-INFINITY), broadcast(-INFINITY)}, total[2] = {}, weighted[2] = {};
     const auto add = [&](int u, Float x) __attribute__((always_inline)) {
         maximum[u] = max(maximum[u], x);
         const Float y = max(floor, (x - r) * c);
@@ -118,9 +113,10 @@ Sums block_sums(const T* logits, std::int64_t count, const Softcap<CAPPED>& soft
         if (ENTROPY) weighted[u] = fma(w, y, weighted[u]);
     };
     std::int64_t i = 0;
-    for (; i + UNROLL * LANES <= count; i += UNROLL * LANES) {
-        MARLHF_UNROLL
-        for (int u = 0; u < UNROLL; ++u) add(u, softcap.apply(load(logits + i + u * LANES)));
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        const Pair pair = load_pair(logits + i);
+        add(0, softcap.apply(pair.part[0]));
+        add(1, softcap.apply(pair.part[1]));
     }
     for (; i + LANES <= count; i += LANES) add(0, softcap.apply(load(logits + i)));
     if (i < count) {
@@ -129,9 +125,9 @@ Sums block_sums(const T* logits, std::int64_t count, const Softcap<CAPPED>& soft
         add(0, first_lanes(rest) ? x : broadcast(-INFINITY));
     }
     return {
-        largest(max(max(maximum[0], maximum[1]), max(maximum[2], maximum[3]))),
-        sum((total[0] + total[1]) + (total[2] + total[3])),
-        ENTROPY ? sum((weighted[0] + weighted[1]) + (weighted[2] + weighted[3])) : 0.0f,
+        largest(max(maximum[0], maximum[1])),
+        sum(total[0] + total[1]),
+        ENTROPY ? sum(weighted[0] + weighted[1]) : 0.0f,
     };
 }
 
@@ -247,9 +243,9 @@ void gradient_of(const T* logits, T* out, std::int64_t count, const Softcap<CAPP
         return CAPPED ? in_x * softcap.slope(x) : in_x;
     };
     std::int64_t i = 0;
-    for (; i + UNROLL * LANES <= count; i += UNROLL * LANES) {
-        MARLHF_UNROLL
-        for (int u = 0; u < UNROLL; ++u) store(out + i + u * LANES, gradient(load(logits + i + u * LANES)));
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        const Pair pair = load_pair(logits + i);
+        store_pair(out + i, {gradient(pair.part[0]), gradient(pair.part[1])});
     }
     for (; i + LANES <= count; i += LANES) store(out + i, gradient(load(logits + i)));
     if (i < count) {

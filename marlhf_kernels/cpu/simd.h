@@ -23,8 +23,6 @@ constexpr int LANES = 4;
 #endif
 
 #define MARLHF_INLINE static inline __attribute__((always_inline))
-// The loop's trip count is a small constant, and its arrays of vectors are to live in registers.
-#define MARLHF_UNROLL _Pragma("GCC unroll 16")
 
 typedef float Float __attribute__((vector_size(4 * LANES)));
 typedef std::int32_t Int __attribute__((vector_size(4 * LANES)));
@@ -82,6 +80,28 @@ MARLHF_INLINE Int first_lanes(int count) {
     return lane < count;
 }
 
+// GCC 12 widens and narrows by way of shuffles where one instruction does.
+MARLHF_INLINE Bits widen(Halves halves) {
+#if defined(__AVX512F__)
+    return (Bits)_mm512_cvtepu16_epi32((__m256i)halves);
+#elif defined(__AVX2__)
+    return (Bits)_mm256_cvtepu16_epi32((__m128i)halves);
+#else
+    return __builtin_convertvector(halves, Bits);
+#endif
+}
+
+// The upper half of every lane is 0.
+MARLHF_INLINE Halves narrow(Bits bits) {
+#if defined(__AVX512F__)
+    return (Halves)_mm512_cvtepi32_epi16((__m512i)bits);
+#elif defined(__AVX2__)
+    return (Halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)bits), _mm256_extracti128_si256((__m256i)bits, 1));
+#else
+    return __builtin_convertvector(bits, Halves);
+#endif
+}
+
 MARLHF_INLINE Halves load_halves(const void* from) {
     Halves halves;
     std::memcpy(&halves, from, sizeof halves);
@@ -94,9 +114,7 @@ MARLHF_INLINE Float load(const float* from) {
     return x;
 }
 
-MARLHF_INLINE Float load(const BFloat16* from) {
-    return (Float)(__builtin_convertvector(load_halves(from), Bits) << 16);
-}
+MARLHF_INLINE Float load(const BFloat16* from) { return (Float)(widen(load_halves(from)) << 16); }
 
 MARLHF_INLINE Float load(const Float16* from) {
 #if defined(__AVX512F__)
@@ -106,7 +124,7 @@ MARLHF_INLINE Float load(const Float16* from) {
 #elif defined(__aarch64__)
     return (Float)vcvt_f32_f16((float16x4_t)load_halves(from));
 #else
-    const Bits half = __builtin_convertvector(load_halves(from), Bits);
+    const Bits half = widen(load_halves(from));
     const Bits magnitude = half & 0x7fff;
     // The exponent's bias differs by 112, also for subnormal numbers; infinity and NaN keep the largest exponent.
     const Bits scaled = (Bits)((Float)(magnitude << 13) * 0x1p112f);
@@ -117,11 +135,14 @@ MARLHF_INLINE Float load(const Float16* from) {
 
 MARLHF_INLINE void store(float* to, Float x) { std::memcpy(to, &x, sizeof x); }
 
-// Round to nearest, ties to even.
-MARLHF_INLINE void store(BFloat16* to, Float x) {
+// The number nearest to x, ties to even, in the upper half of each lane; the lower half is anything.
+MARLHF_INLINE Bits round_to_bfloat16(Float x) {
     const Bits bits = (Bits)x;
-    const Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const Halves halves = __builtin_convertvector(x == x ? rounded : (bits >> 16 | 0x40), Halves);
+    return (Bits)(x == x ? (Int)(bits + 0x7fff + (bits >> 16 & 1)) : (Int)(bits | 0x400000));
+}
+
+MARLHF_INLINE void store(BFloat16* to, Float x) {
+    const Halves halves = narrow(round_to_bfloat16(x) >> 16);
     std::memcpy(to, &halves, sizeof halves);
 }
 
@@ -142,9 +163,37 @@ MARLHF_INLINE void store(Float16* to, Float x) {
     Bits half = (Bits)(magnitude < 0x1p-14f ? (Int)subnormal : (Int)normal);
     half = (half & ~large) | (large & 0x7c00);
     half = (Bits)(x == x ? (Int)half : (Int)(half & 0) + 0x7e00);
-    const Halves halves = __builtin_convertvector(half | ((Bits)x >> 16 & 0x8000), Halves);
+    const Halves halves = narrow(half | ((Bits)x >> 16 & 0x8000));
 #endif
     std::memcpy(to, &halves, sizeof halves);
+}
+
+// 2 LANES elements in an order of their own, which store_pair undoes.
+struct Pair {
+    Float part[2];
+};
+
+template <typename T>
+MARLHF_INLINE Pair load_pair(const T* from) {
+    return {load(from), load(from + LANES)};
+}
+
+template <typename T>
+MARLHF_INLINE void store_pair(T* to, const Pair& pair) {
+    store(to, pair.part[0]);
+    store(to + LANES, pair.part[1]);
+}
+
+// The even and the odd elements: cheaper than to widen the halves in order.
+MARLHF_INLINE Pair load_pair(const BFloat16* from) {
+    Bits both;
+    std::memcpy(&both, from, sizeof both);
+    return {(Float)(both << 16), (Float)(both & 0xffff0000)};
+}
+
+MARLHF_INLINE void store_pair(BFloat16* to, const Pair& pair) {
+    const Bits both = round_to_bfloat16(pair.part[0]) >> 16 | (round_to_bfloat16(pair.part[1]) & 0xffff0000);
+    std::memcpy(to, &both, sizeof both);
 }
 
 // The first `count` < LANES elements; the other lanes hold 0.
