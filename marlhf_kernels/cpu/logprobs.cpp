@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "api.h"
+#include "memory.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -114,6 +115,8 @@ Sums block_sums(const T* logits, std::int64_t count, const Softcap<CAPPED>& soft
     };
     std::int64_t i = 0;
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        // Hardware prefetch stops at the end of a page.
+        __builtin_prefetch(logits + i + 2048 / sizeof(T));
         const Pair pair = load_pair(logits + i);
         add(0, softcap.apply(pair.part[0]));
         add(1, softcap.apply(pair.part[1]));
@@ -343,6 +346,8 @@ MARLHF_FUNCTION(token_logprobs_backward)(int type, const void* logits, const std
     const auto run = type == FLOAT32    ? backward_of<float>(capped, entropy)
                      : type == BFLOAT16 ? backward_of<BFloat16>(capped, entropy)
                                         : backward_of<Float16>(capped, entropy);
+    if (out != logits && out_offsets == nullptr)
+        use_huge_pages(out, count * out_stride * (type == FLOAT32 ? 4 : 2));
     run(rows, {grad_logprobs, grad_entropies, maxima, log_sums, entropies}, out, out_offsets, out_stride, threads);
     return 0;
 }
