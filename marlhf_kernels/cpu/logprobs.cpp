@@ -38,7 +38,7 @@ struct Rows {
     int label_type;
     const float* temperatures;  // one for each row, or null
     double temperature;
-    double softcap;  // 0: none
+    double softcap;  // infinite: none
 
     std::int64_t segments() const { return (vocabulary + SEGMENT - 1) / SEGMENT; }
     std::int64_t label(std::int64_t row) const {
@@ -320,12 +320,13 @@ MARLHF_FUNCTION(token_logprobs)(int type, const void* logits, const std::int64_t
                                 const float* temperatures, double temperature, double softcap, void* partials,
                                 float* logprobs, float* entropies, float* maxima, float* log_sums, int threads) {
     const Rows rows{logits, offsets, stride, count, vocabulary, labels, label_type, temperatures, temperature, softcap};
+    if (temperatures == nullptr && !(temperature > 0)) return 2;
     for (std::int64_t row = 0; row < count; ++row) {
         const std::int64_t label = rows.label(row);
         if (label >= vocabulary) return 1;
         if (label >= 0 && !(rows.temperature_of(row) > 0)) return 2;
     }
-    const bool capped = softcap != 0, entropy = entropies != nullptr;
+    const bool capped = std::isfinite(softcap), entropy = entropies != nullptr;
     const auto run = type == FLOAT32    ? forward_of<float>(capped, entropy)
                      : type == BFLOAT16 ? forward_of<BFloat16>(capped, entropy)
                                         : forward_of<Float16>(capped, entropy);
@@ -342,7 +343,7 @@ MARLHF_FUNCTION(token_logprobs_backward)(int type, const void* logits, const std
                                          const float* entropies, void* out, const std::int64_t* out_offsets,
                                          std::int64_t out_stride, int threads) {
     const Rows rows{logits, offsets, stride, count, vocabulary, labels, label_type, temperatures, temperature, softcap};
-    const bool capped = softcap != 0, entropy = grad_entropies != nullptr;
+    const bool capped = std::isfinite(softcap), entropy = grad_entropies != nullptr;
     const auto run = type == FLOAT32    ? backward_of<float>(capped, entropy)
                      : type == BFLOAT16 ? backward_of<BFloat16>(capped, entropy)
                                         : backward_of<Float16>(capped, entropy);

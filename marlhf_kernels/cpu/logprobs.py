@@ -13,8 +13,8 @@ from marlhf_kernels.cpu.loader import TYPES, Function, address, num_threads
 SEGMENT = 16384
 """Columns of a unit of work in `logprobs.cpp`; each needs room for its partial sums."""
 
-_FORWARD = Function("token_logprobs", "ipplllip" "pdd" "ppppp" "i")
-_BACKWARD = Function("token_logprobs_backward", "ipplllip" "pdd" "ppppp" "ppl" "i")
+_FORWARD = Function("token_logprobs", "ipplllippddpppppi")
+_BACKWARD = Function("token_logprobs_backward", "ipplllippddpppppppli")
 
 
 class Rows:
@@ -64,7 +64,7 @@ class Call:
             labels.data_ptr(),
             address(self.temperatures),
             1.0 if self.temperatures is not None else temperature.item(),
-            0.0 if logit_softcap is None else logit_softcap.item(),
+            math.inf if logit_softcap is None else logit_softcap.item(),
         )
 
 

@@ -46,6 +46,9 @@ CLAIMED = {
     },
     "cpu": {
         "macro_lengths",
+        "token_logprobs",
+        "token_logprobs_backward",
+        "token_logprobs_backward_",
     },
     "gpu": set(),
 }
