@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt setup.py $(wildcard marlhf_kernels/cpu/*.cpp) $(wildcard marlhf_kernels/cpu/*.h)
 # Two processes with one thread each are faster here than one with two, and nothing spins on a busy core.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# The kernels' tests run on each backend that a CPU has.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --backend reference --backend cpu
 
 .PHONY: setup demo test test-all test-long lint clean
 

@@ -184,6 +184,22 @@ def _number(name: str, value: object) -> Any:
     raise TypeError(f"{name} must be a number or a 0-d tensor, got {type(value).__name__}")
 
 
+def labels_in_vocabulary(labels: Tensor, vocabulary: int) -> None:
+    """No label outside of the vocabulary, where reading costs no sync."""
+    if labels.device.type == "cpu" and labels.numel():
+        largest = int(labels.max())
+        if largest >= vocabulary:
+            raise ValueError(f"labels has the token id {largest}, but the vocabulary has {vocabulary} tokens")
+
+
+def temperature_above_zero(temperature: Tensor, labels: Tensor) -> None:
+    """A temperature above 0, where reading costs no sync; that of an ignored row is not used."""
+    if temperature.device.type == "cpu":
+        used = temperature if temperature.dim() == 0 else temperature[labels >= 0]
+        if not bool((used > 0).all()):
+            raise ValueError(f"temperature must be greater than 0, got {float(used.min()):g}")
+
+
 def _integer(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         hint = "; a tensor would have to be read back from its device" if isinstance(value, Tensor) else ""

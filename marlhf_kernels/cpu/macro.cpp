@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "api.h"
+
+namespace marlhf::MARLHF_ISA {
 namespace {
 
 struct Sequences {
@@ -53,25 +56,23 @@ void macro_lengths(const Id* ids, const Sequences& sequences, std::int64_t num_m
 
 }  // namespace
 
-#define MARLHF_API extern "C" __attribute__((visibility("default")))
-
-MARLHF_API int marlhf_max_macro_id_i32(const std::int32_t* ids, std::int64_t num_tokens, const std::int32_t* offsets,
-                            std::int64_t rows, std::int64_t width, std::int64_t* largest) {
-    return max_macro_id(ids, num_tokens, {offsets, rows, width}, largest);
+// Status 1: the offsets are no offsets.
+MARLHF_FUNCTION(max_macro_id)(int id_type, const void* ids, std::int64_t num_tokens, const std::int32_t* offsets,
+                              std::int64_t rows, std::int64_t width, std::int64_t* largest) {
+    const Sequences sequences{offsets, rows, width};
+    return id_type == INT32 ? max_macro_id(static_cast<const std::int32_t*>(ids), num_tokens, sequences, largest)
+                            : max_macro_id(static_cast<const std::int64_t*>(ids), num_tokens, sequences, largest);
 }
 
-MARLHF_API int marlhf_max_macro_id_i64(const std::int64_t* ids, std::int64_t num_tokens, const std::int32_t* offsets,
-                            std::int64_t rows, std::int64_t width, std::int64_t* largest) {
-    return max_macro_id(ids, num_tokens, {offsets, rows, width}, largest);
+// `lengths` is [rows, num_macros], all zeros; the sequences have passed max_macro_id.
+MARLHF_FUNCTION(macro_lengths)(int id_type, const void* ids, const std::int32_t* offsets, std::int64_t rows,
+                               std::int64_t width, std::int64_t num_macros, std::int32_t* lengths) {
+    const Sequences sequences{offsets, rows, width};
+    if (id_type == INT32)
+        macro_lengths(static_cast<const std::int32_t*>(ids), sequences, num_macros, lengths);
+    else
+        macro_lengths(static_cast<const std::int64_t*>(ids), sequences, num_macros, lengths);
+    return 0;
 }
 
-// `lengths` is [rows, num_macros], all zeros; the sequences have passed marlhf_max_macro_id_*.
-MARLHF_API void marlhf_macro_lengths_i32(const std::int32_t* ids, std::int64_t, const std::int32_t* offsets, std::int64_t rows,
-                              std::int64_t width, std::int64_t num_macros, std::int32_t* lengths) {
-    macro_lengths(ids, {offsets, rows, width}, num_macros, lengths);
-}
-
-MARLHF_API void marlhf_macro_lengths_i64(const std::int64_t* ids, std::int64_t, const std::int32_t* offsets, std::int64_t rows,
-                              std::int64_t width, std::int64_t num_macros, std::int32_t* lengths) {
-    macro_lengths(ids, {offsets, rows, width}, num_macros, lengths);
-}
+}  // namespace marlhf::MARLHF_ISA

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from marlhf_kernels import checks
 from marlhf_kernels.reference._layout import accumulation_dtype
-from marlhf_kernels.reference.logprobs import Rows, check_labels, check_temperature
+from marlhf_kernels.reference.logprobs import Rows
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21}
 """Logits made at a time, by device, where `chunk_tokens` is not given."""
@@ -29,8 +30,8 @@ def linear_token_logprobs(
     """The vocabulary may be a slice of a larger one, whose id `first_token` its first row has."""
     head = _Head(hidden, weight, labels, bias, temperature, logit_softcap, chunk_tokens, first_token)
     if first_token is None:
-        check_labels(labels, weight.shape[0])
-    check_temperature(temperature, labels)
+        checks.labels_in_vocabulary(labels, weight.shape[0])
+    checks.temperature_above_zero(temperature, labels)
     number = labels.numel()
     logprob, maximum, log_sum = (torch.empty(number, dtype=head.dtype, device=labels.device) for _ in range(3))
     entropy = torch.empty(number if return_entropy else 0, dtype=head.dtype, device=labels.device)

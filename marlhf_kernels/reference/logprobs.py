@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from marlhf_kernels import checks
 from marlhf_kernels.reference._layout import accumulation_dtype, scalar
 
 BLOCK_ELEMENTS = {"cpu": 1 << 18}
@@ -119,8 +120,8 @@ def token_logprobs(
     inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(logits)
-    check_labels(labels, logits.shape[-1])
-    check_temperature(temperature, labels)
+    checks.labels_in_vocabulary(labels, logits.shape[-1])
+    checks.temperature_above_zero(temperature, labels)
     shape = labels.shape
     logprob, maximum, log_sum = (torch.empty(shape.numel(), dtype=dtype, device=logits.device) for _ in range(3))
     entropy = torch.empty(shape.numel() if return_entropy else 0, dtype=dtype, device=logits.device)
@@ -218,22 +219,6 @@ class Rows:
     def block(self, logits: Tensor, where: slice) -> RowBlock:
         temperature = self.temperature[where] if self.per_row else self.temperature
         return RowBlock(logits, self.labels[where], temperature, self.softcap, self.dtype, self.first_token)
-
-
-def check_labels(labels: Tensor, vocabulary: int) -> None:
-    """A label outside of the vocabulary, where reading costs no sync."""
-    if labels.device.type == "cpu" and labels.numel():
-        largest = int(labels.max())
-        if largest >= vocabulary:
-            raise ValueError(f"labels has the token id {largest}, but the vocabulary has {vocabulary} tokens")
-
-
-def check_temperature(temperature: Tensor, labels: Tensor) -> None:
-    """A temperature that is not above 0, where reading costs no sync; that of an ignored row is not used."""
-    if temperature.device.type == "cpu":
-        used = temperature if temperature.dim() == 0 else temperature[labels >= 0]
-        if not bool((used > 0).all()):
-            raise ValueError(f"temperature must be greater than 0, got {float(used.min()):g}")
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[Tensor, slice]]:

@@ -49,6 +49,9 @@ CLAIMED = {
     },
     "cpu": {
         "macro_lengths",
+        "token_logprobs",
+        "token_logprobs_backward",
+        "token_logprobs_backward_",
     },
     "gpu": set(),
 }
