@@ -1,4 +1,4 @@
-"""`python -m marlhf_kernels.gpu.aot`: what every shipped kernel takes, in a table; exit status 1 where it is too much."""
+"""`python -m marlhf_kernels.gpu.aot` prints what every shipped kernel takes; exit status 1 where that is too much."""
 
 from __future__ import annotations
 
