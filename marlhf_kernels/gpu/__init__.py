@@ -17,7 +17,9 @@ OLDEST = (3, 4)
 INTERPRET = "TRITON_INTERPRET"
 
 OPS = {
-    "elementwise": ("scale_gradient", "action_labels"),
+    "logprobs": ("token_logprobs", "token_logprobs_backward", "token_logprobs_backward_"),
+    "elementwise": ("scale_gradient", "action_labels", "policy_penalty"),
+    "whiten": ("masked_moments", "masked_normalize"),
 }
 """The ops by the module that has them."""
 

@@ -47,7 +47,16 @@ CLAIMED = {
     "cpu": {
         "macro_lengths",
     },
-    "gpu": set(),
+    "gpu": {
+        "action_labels",
+        "masked_moments",
+        "masked_normalize",
+        "policy_penalty",
+        "scale_gradient",
+        "token_logprobs",
+        "token_logprobs_backward",
+        "token_logprobs_backward_",
+    },
 }
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from marlhf_kernels.gpu.aot import elementwise
+from marlhf_kernels.gpu.aot import elementwise, logprobs, whiten
 
-ALL = [*elementwise.CASES]
+ALL = [*logprobs.CASES, *whiten.CASES, *elementwise.CASES]
