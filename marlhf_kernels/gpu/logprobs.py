@@ -284,7 +284,7 @@ def _capped(x, softcap):
 def _add_block(x, maximum, total, moment, base2, ENTROPY: tl.constexpr):
     """Take a block of logits into the running maximum and the lanes' sums of exp(x - maximum) and of that times
     (x - maximum), all at the temperature that `base2`, its inverse times log2 e, holds."""
-    least = NO_WEIGHT / base2
+    least = (1.0 / base2) * NO_WEIGHT
     highest = tl.max(x)
     if highest > maximum:
         step = tl.maximum(maximum - highest, least)
@@ -462,7 +462,7 @@ def _combine(
     maximum = tl.max(maxima)
     step = maxima - tl.where(maximum == float("-inf"), 0.0, maximum)
     weight = tl.exp2(step * base2)
-    moment = tl.sum(weight * (moment + total * tl.maximum(step, NO_WEIGHT / base2)))
+    moment = tl.sum(weight * (moment + total * tl.maximum(step, (1.0 / base2) * NO_WEIGHT)))
     total = tl.sum(weight * total)
     target = _target(start, label, vocabulary, column_stride, softcap, ALIGN)
     _finish(target, maximum, total, moment, inverse, row, logprobs_ptr, entropy_ptr, maximum_ptr, log_sum_ptr)
