@@ -7,6 +7,10 @@ STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt setup.py $(wildcard marlhf_kernels/cpu/*.cpp) $(wildcard marlhf_kernels/cpu/*.h)
 # Two processes with one thread each are faster here than one with two, and nothing spins on a busy core.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Triton's kernels on CPU tensors; apart, for a kernel is decorated for the interpreter or for a GPU.
+INTERPRET := TRITON_INTERPRET=1 $(PYTEST) --backend gpu
+# Of each kind of kernel the tests that find most; `make test-all` runs every kernel test.
+INTERPRETED := tests/kernels/test_gpu_launches.py tests/kernels/test_token_logprobs.py tests/kernels/test_whiten.py
 
 .PHONY: setup demo test test-all test-long lint clean
 
@@ -29,10 +33,12 @@ lint: setup
 
 test: lint
 	$(PYTEST) -m 'not slow and not long'
+	$(INTERPRET) $(INTERPRETED) -m 'not slow and not long'
 
 # What `make test` leaves out.
 test-all: setup
 	$(PYTEST) -m 'slow and not long'
+	$(INTERPRET) tests/kernels -m 'not long'
 
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
