@@ -6,8 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt setup.py $(wildcard marlhf_kernels/cpu/*.cpp) $(wildcard marlhf_kernels/cpu/*.h)
 # Two processes with one thread each are faster here than one with two, and nothing spins on a busy core.
+RUN := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 # The kernels' tests run on each backend that a CPU has.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --backend reference --backend cpu
+PYTEST := $(RUN) --backend reference --backend cpu
+# Triton's kernels on CPU tensors; apart, for a kernel is decorated for the interpreter or for a GPU.
+INTERPRET := TRITON_INTERPRET=1 $(RUN) --backend gpu
+# Of each kind of kernel the tests that find most; `make test-all` runs every kernel test.
+INTERPRETED := tests/kernels/test_gpu_launches.py tests/kernels/test_token_logprobs.py tests/kernels/test_whiten.py
 
 .PHONY: setup demo test test-all test-long lint clean
 
@@ -30,10 +35,12 @@ lint: setup
 
 test: lint
 	$(PYTEST) -m 'not slow and not long'
+	$(INTERPRET) $(INTERPRETED) -m 'not slow and not long'
 
 # What `make test` leaves out.
 test-all: setup
 	$(PYTEST) -m 'slow and not long'
+	$(INTERPRET) tests/kernels -m 'not long'
 
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long

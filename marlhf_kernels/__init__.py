@@ -6,7 +6,7 @@ this needs torch alone.
 """
 
 # Each backend registers itself when it is imported.
-from marlhf_kernels import cpu, reference, segmentation
+from marlhf_kernels import cpu, gpu, reference, segmentation
 from marlhf_kernels.backends import BackendStatus, BackendUnavailableError, backends, use_backend
 from marlhf_kernels.ops.advantages import (
     Advantages,
@@ -48,4 +48,4 @@ __all__ = [
     "use_backend",
 ]
 
-del cpu, reference
+del cpu, gpu, reference

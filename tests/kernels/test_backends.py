@@ -53,7 +53,16 @@ CLAIMED = {
         "token_logprobs_backward",
         "token_logprobs_backward_",
     },
-    "gpu": set(),
+    "gpu": {
+        "action_labels",
+        "masked_moments",
+        "masked_normalize",
+        "policy_penalty",
+        "scale_gradient",
+        "token_logprobs",
+        "token_logprobs_backward",
+        "token_logprobs_backward_",
+    },
 }
 
 
