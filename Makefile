@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt setup.py $(wildcard marlhf_kernels/cpu/*.cpp) $(wildcar
 # Two processes with one thread each are faster here than one with two, and nothing spins on a busy core.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: setup demo test test-all test-long lint clean
+.PHONY: setup demo test test-all test-long bench bench-quick lint clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,13 @@ test-all: setup
 
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+
+# CSV, table and picture go to benchmarks/results/; benchmarks/README.md says how to read them.
+bench-quick: setup
+	$(BIN)/python -m benchmarks --sizes quick
+
+bench: setup
+	$(BIN)/python -m benchmarks --sizes full
 
 clean:
 	rm -rf build dist *.egg-info $(STAMP)
