@@ -1,11 +1,12 @@
 """KL-penalised rewards, and advantages over tokens and over macro actions."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from benchmarks import inputs, peers
-from benchmarks.harness import Case, Provider
+from benchmarks.harness import Bench, Case, Provider
 from benchmarks.shapes import Shape, token_shape
 from marlhf_kernels import kl_penalized_rewards, macro_gae, rollout_advantages
 
@@ -83,12 +84,11 @@ def rollout(shape: Shape, dtype: torch.dtype, n: float) -> Case:
     )
 
 
-def _loops(n: float, whole) -> list[Provider]:
-    """The trainers' loops: over segments, and where a macro action is a token also over tokens."""
-    loops = [Provider("loop", whole(peers.loop_gae(GAMMA, LAM)))]
+def _loops(n: float, whole: Callable[[peers.Function], peers.Function]) -> list[Provider]:
+    """The trainers' loop: over tokens where each is an action, else over segments."""
     if n == 1:
-        loops.append(Provider("trl", whole(peers.trl_gae(GAMMA, LAM))))
-    return loops
+        return [Provider("trl", whole(peers.trl_gae(GAMMA, LAM)))]
+    return [Provider("loop", whole(peers.loop_gae(GAMMA, LAM)))]
 
 
 def _macro_actions(n: float) -> str:
@@ -99,5 +99,5 @@ def _tokens(shape: Shape) -> int:
     return shape["B"] * shape["T"]
 
 
-def bench_advantages(bench, case, mode):
+def bench_advantages(bench: Bench, case: Case, mode: str) -> None:
     bench(case, mode)

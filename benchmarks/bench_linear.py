@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks import inputs, peers
-from benchmarks.harness import MODES, Case, Inputs, Provider, Results
+from benchmarks.harness import MODES, Bench, Case, Inputs, Provider, Results
 from benchmarks.shapes import Shape, linear_shape, token_shape
 from marlhf_kernels import linear_macro_policy_loss, linear_token_logprobs
 
@@ -91,5 +91,5 @@ def _traffic(shape: Shape, dtype: torch.dtype) -> dict[str, dict[str, int]]:
     return {"forward": {"": size}, "backward": {"": 2 * size}, "full": {"": 3 * size}}
 
 
-def bench_linear(bench, case, mode):
+def bench_linear(bench: Bench, case: Case, mode: str) -> None:
     bench(case, mode)

@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks import inputs, peers
-from benchmarks.harness import Case, Inputs, Provider
+from benchmarks.harness import Bench, Case, Inputs, Provider
 from benchmarks.shapes import Shape, token_shape
 from marlhf_kernels import macro_broadcast, macro_lengths, macro_reduce
 
@@ -12,16 +12,16 @@ ID_BYTES = 4
 
 
 def cases(sizes: str) -> list[tuple[Case, tuple[str, ...]]]:
+    if sizes == "few":
+        return []
     if sizes == "tiny":
         shapes = [token_shape(2, 11)]
-    elif sizes in ("few", "quick"):
+    elif sizes == "quick":
         shapes = [token_shape(64, 512)]
     else:
         shapes = [token_shape(64, 512), token_shape(16, 4096), token_shape(256, 1024)]
     dtypes = (torch.float32, torch.bfloat16) if sizes == "full" else (torch.float32,)
-    timed = ("forward", "backward", "full") if sizes == "full" else ("forward", "full")
-    if sizes == "few":
-        return [(reduce(shape, torch.float32, "sum"), ("full",)) for shape in shapes]
+    timed = {"full": ("forward", "backward", "full"), "tiny": ("forward", "full")}.get(sizes, ("full",))
     weights = ("sum", "mean", "position", "position_reversed") if sizes == "full" else ("sum",)
     return [
         *((reduce(shape, dtype, w), timed) for shape in shapes for dtype in dtypes for w in weights),
@@ -98,5 +98,5 @@ def _sizes(shape: Shape) -> tuple[int, int]:
     return shape["B"] * shape["T"], shape["B"] * -(-shape["T"] // MACRO_TOKENS)
 
 
-def bench_macro(bench, case, mode):
+def bench_macro(bench: Bench, case: Case, mode: str) -> None:
     bench(case, mode)

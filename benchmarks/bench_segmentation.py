@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks import inputs, peers
-from benchmarks.harness import Case, Inputs, Provider, Results
+from benchmarks.harness import Bench, Case, Inputs, Provider, Results
 from benchmarks.shapes import Shape, token_shape
 from marlhf_kernels import segmentation
 
@@ -74,5 +74,5 @@ def case(shape: Shape, name: str) -> Case:
     )
 
 
-def bench_segmentation(bench, case, mode):
+def bench_segmentation(bench: Bench, case: Case, mode: str) -> None:
     bench(case, mode)

@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks import inputs, peers
-from benchmarks.harness import MODES, Case, Provider
+from benchmarks.harness import MODES, Bench, Case, Inputs, Provider, Results
 from benchmarks.shapes import Shape, logits_shape
 from marlhf_kernels import token_logprobs
 
@@ -22,7 +22,7 @@ def cases(sizes: str) -> list[tuple[Case, tuple[str, ...]]]:
         shapes = [logits_shape(model, 256) for model in ("gpt2", "qwen")]
         return [
             *((case(shape, dtype, entropy=True), timed) for shape in shapes for dtype in both),
-            (case(shapes[0], torch.float32, entropy=False), timed),
+            (case(shapes[0], torch.float32, entropy=False), ("forward",)),
         ]
     shapes = [logits_shape(model, 256) for model in MODELS]
     return [
@@ -49,9 +49,10 @@ def case(shape: Shape, dtype: torch.dtype, *, entropy: bool) -> Case:
         # It writes its gradient over the logits already in forward.
         rivals.append(Provider("liger", peers.liger_logprobs, overwrites=("logits",)))
 
-    def call(x, **options):
-        result = token_logprobs(x["logits"], x["labels"], return_entropy=entropy, **options)
-        return result if entropy else (result,)
+    def call(x: Inputs, *, in_place: bool = False) -> Results:
+        if entropy:
+            return token_logprobs(x["logits"], x["labels"], return_entropy=True, inplace_backward=in_place)
+        return (token_logprobs(x["logits"], x["labels"], inplace_backward=in_place),)
 
     return Case(
         op="token_logprobs",
@@ -60,7 +61,7 @@ def case(shape: Shape, dtype: torch.dtype, *, entropy: bool) -> Case:
         dtype=dtype,
         inputs=lambda: inputs.logits(shape, dtype),
         call=call,
-        in_place=lambda x: call(x, inplace_backward=True),
+        in_place=lambda x: call(x, in_place=True),
         names=("log-probability", "entropy") if entropy else ("log-probability",),
         learns=("logits",),
         upstream=2 if entropy else 1,
@@ -74,5 +75,5 @@ def case(shape: Shape, dtype: torch.dtype, *, entropy: bool) -> Case:
     )
 
 
-def bench_token_logprobs(bench, case, mode):
+def bench_token_logprobs(bench: Bench, case: Case, mode: str) -> None:
     bench(case, mode)

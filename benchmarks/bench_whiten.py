@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks import inputs, peers
-from benchmarks.harness import Case, Inputs
+from benchmarks.harness import Bench, Case, Inputs
 from benchmarks.shapes import Shape, token_shape
 from marlhf_kernels import masked_whiten
 
@@ -35,11 +35,11 @@ def case(shape: Shape, dtype: torch.dtype) -> Case:
         inputs=lambda: _inputs(shape, dtype),
         call=lambda x: (masked_whiten(x["x"], x["mask"]),),
         names=("whitened",),
-        peers=peers.eager_and_compiled(peers.trl_whiten),
+        peers=peers.eager_and_compiled(peers.eager_whiten),
         # Twice through the input: the mean must be known before a token can be written.
         traffic={"forward": {"": shape["B"] * shape["T"] * (2 * (dtype.itemsize + 1) + 4)}},
     )
 
 
-def bench_whiten(bench, case, mode):
+def bench_whiten(bench: Bench, case: Case, mode: str) -> None:
     bench(case, mode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class Session:
-    """Collects the rows of a pytest session."""
+    """What the cases of a pytest session share."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.device = torch.device(config.getoption("--device"))
@@ -54,29 +54,34 @@ class Session:
         self.effort = harness.FULL if self.sizes == "full" else harness.QUICK
         if self.sizes == "tiny":
             self.effort = harness.Effort(rounds=2, burst_seconds=0.001)
+        self.csv: Path | None = config.getoption("--csv")
         self.bandwidths = bandwidth.measure(self.device, megabytes=4 if self.sizes == "tiny" else None)
-        self.rows: list[Row] = [*self.bandwidths]
+        self._write(self.bandwidths)
 
     def run(self, case: Case, mode: str, clock: harness.Clock) -> list[Row]:
         found = harness.run_case(
             case, mode, self.device, self.effort, clock, chosen=self.chosen, bandwidths=self.bandwidths
         )
-        self.rows += found
+        self._write(found)
         return found
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        # At once: a run that is stopped keeps what it has.
+        if self.csv is not None:
+            results.write(self.csv, rows, append=True)
 
 
 @pytest.fixture(scope="session")
-def session(request: pytest.FixtureRequest) -> Iterator[Session]:
-    running = Session(request.config)
-    yield running
-    path = request.config.getoption("--csv")
-    if path is not None:
-        results.write(path, running.rows, append=True)
+def session(request: pytest.FixtureRequest) -> Session:
+    return Session(request.config)
 
 
 @pytest.fixture
 def bench(session: Session, benchmark: Any) -> Callable[[Case, str], None]:
     """Run a case in a mode: rows for the CSV and lines on the terminal."""
+
+    if benchmark.disabled:
+        pytest.skip("pytest-benchmark is switched off")
 
     def run(case: Case, mode: str) -> None:
         def clock(target: Callable[[Call], object], setup: Callable[[], Call], calls: int) -> Sequence[float]:

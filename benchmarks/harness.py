@@ -29,6 +29,9 @@ Call = Callable[[], Any]
 Clock = Callable[[Callable[[Call], object], Callable[[], Call], int], Sequence[float]]
 """`clock(target, setup, calls)`: the seconds that each of `calls` times `target(setup())` took, setup left out."""
 
+Bench = Callable[["Case", str], None]
+"""The fixture that the bench files call."""
+
 MODES = ("forward", "backward", "full")
 
 
@@ -96,12 +99,16 @@ class Effort:
 
     rounds: int
     burst_seconds: float
+    """Of one provider in one round."""
     most_calls: int = 200
     """In one burst."""
+    slow_seconds: float = 2.0
+    """A provider whose calls take longer than a burst leaves out rounds beyond that, but never more than it must
+    to have three."""
 
 
 QUICK = Effort(rounds=7, burst_seconds=0.08)
-FULL = Effort(rounds=15, burst_seconds=0.2)
+FULL = Effort(rounds=15, burst_seconds=0.2, slow_seconds=10.0)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -280,8 +287,8 @@ class Runner:
             assert self.provider.full is not None
             with torch.no_grad():
                 everything = list(self.provider.full(self.inputs))
-            outputs = len(everything) - len(self.leaves)
-            return everything[:outputs], everything[outputs:]
+            count = len(everything) - len(self.leaves)
+            return everything[:count], everything[count:]
         outputs_and_graph = self._forward()
         outputs = [x.detach() for x in outputs_and_graph]
         # Cast before the clock runs.
@@ -327,8 +334,11 @@ def alternate(runners: Sequence[Runner], effort: Effort, clock: Clock, seed: int
     if not runners:
         return []
     order = random.Random(seed)
-    bursts = [_burst(runner, effort) for runner in runners]
-    turns = [i for _ in range(effort.rounds) for i in order.sample(range(len(runners)), len(runners))]
+    seconds = [_seconds_of_a_call(runner) for runner in runners]
+    bursts = [max(1, min(effort.most_calls, int(effort.burst_seconds / t))) for t in seconds]
+    turns = []
+    for present in _rounds(seconds, effort):
+        turns += order.sample(present, len(present))
     schedule = [i for i in turns for _ in range(bursts[i])]
     synchronize = torch.cuda.synchronize if runners[0].task.device.type == "cuda" else None
     held: list[object] = []
@@ -356,9 +366,8 @@ def alternate(runners: Sequence[Runner], effort: Effort, clock: Clock, seed: int
             if synchronize is not None:
                 synchronize()
 
-        seconds = clock(target, setup, len(schedule))
+        flat = iter(clock(target, setup, len(schedule)))
     times: list[list[list[float]]] = [[] for _ in runners]
-    flat = iter(seconds)
     for which in turns:
         times[which].append(list(itertools.islice(flat, bursts[which])))
     return times
@@ -371,18 +380,29 @@ def _steps(turns: Sequence[int], bursts: Sequence[int]) -> Iterator[tuple[int, b
             yield which, call == 0
 
 
-def _burst(runner: Runner, effort: Effort) -> int:
-    """How many calls fill a burst, by the time of a second call: the first may compile."""
+def _rounds(seconds: Sequence[float], effort: Effort) -> list[list[int]]:
+    """Who takes part in each round: a slow one in fewer, spread over all."""
+    rounds: list[list[int]] = [[] for _ in range(effort.rounds)]
+    for which, call in enumerate(seconds):
+        own = effort.rounds
+        if call > effort.burst_seconds:
+            own = min(effort.rounds, max(3, int(effort.slow_seconds / call)))
+        for place in range(own):
+            rounds[place * effort.rounds // own].append(which)
+    return rounds
+
+
+def _seconds_of_a_call(runner: Runner) -> float:
+    """Roughly: the judge has run it once, so nothing compiles here."""
     with runner.provider.context():
-        for _ in range(2):
-            call = runner.prepared()
-            start = time.perf_counter()
-            result = call()
-            if runner.task.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            del result
-    return max(1, min(effort.most_calls, int(effort.burst_seconds / seconds)))
+        call = runner.prepared()
+        start = time.perf_counter()
+        result = call()
+        if runner.task.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        del result
+    return seconds
 
 
 def plain_clock(target: Callable[[Call], object], setup: Callable[[], Call], calls: int) -> list[float]:

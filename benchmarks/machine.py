@@ -8,13 +8,14 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def facts(device: torch.device) -> dict[str, str]:
+def facts(device: torch.device) -> dict[str, Any]:
     """The fields of a `Row` that are the same in a whole run."""
     return {
         "device": device_name(device),

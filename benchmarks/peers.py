@@ -116,6 +116,11 @@ def _imported(module: str, package: str) -> Any:
         raise CannotRunError(f"{package} is not installed ({problem})") from problem
 
 
+def _raised(x: Inputs) -> Inputs:
+    """Floating inputs in float32, as a user sums over 16-bit ones."""
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in x.items()}
+
+
 # Rewards and advantages.
 
 
@@ -123,6 +128,7 @@ def eager_rewards(kl_coef: float) -> Function:
     """KL-penalised rewards as trainers write them for right-padded responses."""
 
     def rewards(x: Inputs) -> Results:
+        x = _raised(x)
         mask = x["macro_ids"] >= 0
         kl = torch.where(mask, x["logprobs"] - x["ref_logprobs"], 0.0)
         last = mask.sum(1, keepdim=True) - 1
@@ -135,6 +141,7 @@ def trl_gae(gamma: float, lam: float) -> Function:
     """TRL's loop over tokens from the last to the first, all sequences at a time."""
 
     def gae(x: Inputs) -> Results:
+        x = _raised(x)
         mask = x["macro_ids"] >= 0
         rewards, values = (torch.where(mask, x[name], 0.0) for name in ("rewards", "values"))
         length = rewards.shape[1]
@@ -157,6 +164,7 @@ def loop_gae(gamma: float, lam: float) -> Function:
     """
 
     def gae(x: Inputs) -> Results:
+        x = _raised(x)
         advantages, returns = torch.zeros_like(x["values"]), torch.zeros_like(x["values"])
         for b, lengths in enumerate(_segments(x)):
             start = 0
@@ -165,7 +173,7 @@ def loop_gae(gamma: float, lam: float) -> Function:
                 rewards.append(x["rewards"][b, start : start + n].sum())
                 values.append(x["values"][b, start : start + n].mean())
                 start += n
-            running, after = 0.0, 0.0
+            running = after = torch.zeros(())
             for n, reward, value in zip(reversed(lengths), reversed(rewards), reversed(values), strict=True):
                 running = reward + gamma * after - value + gamma * lam * running
                 after = value
@@ -196,12 +204,14 @@ def _segments(x: Inputs) -> list[list[int]]:
 
 def eager_reduce(x: Inputs) -> Results:
     """Sums by scatter."""
+    x = _raised(x)
     mask = x["macro_ids"] >= 0
     sums = x["x"].new_zeros(x["lengths"].shape)
     return (sums.scatter_add(1, x["macro_ids"].clamp(min=0).long(), torch.where(mask, x["x"], 0.0)),)
 
 
 def loop_reduce(x: Inputs) -> Results:
+    x = _raised(x)
     sums = x["x"].new_zeros(x["lengths"].shape)
     for b, lengths in enumerate(_segments(x)):
         start = 0
@@ -249,7 +259,8 @@ def loop_perplexity(x: Inputs) -> Results:
 # Whitening and losses.
 
 
-def trl_whiten(x: Inputs) -> Results:
+def eager_whiten(x: Inputs) -> Results:
+    x = _raised(x)
     mask = x["mask"]
     count = mask.sum()
     mean = (x["x"] * mask).sum() / count
@@ -259,6 +270,7 @@ def trl_whiten(x: Inputs) -> Results:
 
 def eager_policy_loss(x: Inputs) -> Results:
     """Token-level PPO as trainers write it, with the statistics that they log."""
+    x = _raised(x)
     mask = x["macro_ids"] >= 0
     count = mask.sum()
     d = x["logprobs"] - x["old_logprobs"]
@@ -276,6 +288,7 @@ def eager_policy_loss(x: Inputs) -> Results:
 
 
 def eager_value_loss(x: Inputs) -> Results:
+    x = _raised(x)
     mask = x["macro_ids"] >= 0
     count = mask.sum()
     near = torch.clamp(x["values"], x["old_values"] - 0.2, x["old_values"] + 0.2)
@@ -325,9 +338,17 @@ def reference_policy_loss(ratio_level: str) -> tuple[Function, Function]:
     clip = torch.tensor(0.2)
 
     def full(x: Inputs) -> Results:
-        names = ("logprobs", "old_logprobs", "advantages", "macro_ids")
+        data = (x["logprobs"], x["old_logprobs"], x["advantages"], x["macro_ids"])
         loss, statistics, gradient, count = reference.policy_loss.macro_policy_loss(
-            *(x[name] for name in names), clip, clip, None, ratio_level, unit, None, None, None
+            *data,
+            clip_low=clip,
+            clip_high=clip,
+            dual_clip=None,
+            ratio_level=ratio_level,
+            normalize_by=unit,
+            normalizer=None,
+            cu_seqlens=None,
+            max_seqlen=None,
         )
         return loss, *statistics.unbind(0), (gradient / count).to(x["logprobs"].dtype)
 
@@ -340,9 +361,16 @@ def reference_value_loss(level: str) -> tuple[Function, Function]:
     clip = torch.tensor(0.2)
 
     def full(x: Inputs) -> Results:
-        names = ("values", "old_values", "returns", "macro_ids")
+        data = (x["values"], x["old_values"], x["returns"], x["macro_ids"])
         loss, clip_fraction, gradient, count = reference.value_loss.macro_value_loss(
-            *(x[name] for name in names), clip, level, "mean", unit, None, None, None
+            *data,
+            clip=clip,
+            level=level,
+            value_weights="mean",
+            normalize_by=unit,
+            normalizer=None,
+            cu_seqlens=None,
+            max_seqlen=None,
         )
         return loss, clip_fraction, (gradient / count).to(x["values"].dtype)
 

@@ -110,10 +110,8 @@ def demo_update(settings: Settings) -> Callable[[], None]:
     )
     critic = load_critic(reward_model, head="zero")
     steps = 10_000
-    optimizers = [
-        Optimizer(policy, config.policy_optimizer, total_steps=steps),
-        Optimizer(critic, config.critic_optimizer, total_steps=steps),
-    ]
+    policy_optimizer = Optimizer(policy, config.policy_optimizer, total_steps=steps)
+    critic_optimizer = Optimizer(critic, config.critic_optimizer, total_steps=steps)
     responses = random_responses(settings)
 
     def run() -> None:
@@ -126,7 +124,8 @@ def demo_update(settings: Settings) -> Callable[[], None]:
             config=config,
             kl_coef=config.kl_coef,
         )
-        update(rollout, policy.train(), critic.train(), *optimizers, config, torch.Generator().manual_seed(0))
+        order = torch.Generator().manual_seed(0)
+        update(rollout, policy.train(), critic.train(), policy_optimizer, critic_optimizer, config, order)
 
     return run
 

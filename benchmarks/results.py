@@ -9,6 +9,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 OK, WRONG, CANNOT_RUN = "ok", "wrong", "cannot run"
 BANDWIDTH = "bandwidth"
@@ -87,11 +88,14 @@ def write(path: Path, rows: Iterable[Row], *, append: bool = False) -> None:
         ValueError: the file to continue has other columns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    old = read(path) if append and path.exists() else []
-    with path.open("w", newline="", encoding="utf-8") as file:
+    append = append and path.exists()
+    if append:
+        read(path)
+    with path.open("a" if append else "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for row in (*old, *rows):
+        if not append:
+            writer.writerow(COLUMNS)
+        for row in rows:
             writer.writerow([_text(getattr(row, name)) for name in COLUMNS])
 
 
@@ -138,7 +142,7 @@ def _text(value: object) -> str:
     return format(value, ".6g") if isinstance(value, float) else str(value)
 
 
-def _value(name: str, text: str) -> object:
+def _value(name: str, text: str) -> Any:
     kind = _TYPES[name]
     if kind is str:
         return text

@@ -200,6 +200,14 @@ def test_rounds_alternate_between_all_and_calls_are_told_apart() -> None:
     assert len(set(turns)) == 2  # neither is always the first
 
 
+def test_slow_providers_take_part_in_fewer_rounds_spread_over_all() -> None:
+    effort = Effort(rounds=7, burst_seconds=0.1, slow_seconds=2.0)
+    rounds = harness._rounds([0.01, 0.4, 5.0], effort)
+    assert [which for present in rounds for which in present].count(0) == 7
+    assert [i for i, present in enumerate(rounds) if 1 in present] == [0, 1, 2, 4, 5]
+    assert [i for i, present in enumerate(rounds) if 2 in present] == [0, 2, 4]
+
+
 def test_what_is_timed_is_the_call_alone() -> None:
     """Restoring and building the graph happen in setup, the context is entered around it."""
     log: list[str] = []
