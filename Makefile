@@ -14,7 +14,7 @@ INTERPRET := TRITON_INTERPRET=1 $(RUN) --backend gpu
 # Of each kind of kernel the tests that find most; `make test-all` runs every kernel test.
 INTERPRETED := tests/kernels/test_gpu_launches.py tests/kernels/test_token_logprobs.py tests/kernels/test_whiten.py
 
-.PHONY: setup demo test test-all test-long lint clean
+.PHONY: setup demo test test-all test-long bench bench-quick lint clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,13 @@ test-all: setup
 
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+
+# CSV, table and picture go to benchmarks/results/; benchmarks/README.md says how to read them.
+bench-quick: setup
+	$(BIN)/python -m benchmarks --sizes quick
+
+bench: setup
+	$(BIN)/python -m benchmarks --sizes full
 
 clean:
 	rm -rf build dist *.egg-info $(STAMP)
