@@ -66,6 +66,16 @@ def main() -> None:
     stage_command("generate", "Write responses for prompts.", "marlhf.stages.evaluate", "run_generate")
     stage_command("evaluate", "Measure a policy on held-out prompts.", "marlhf.stages.evaluate", "run_evaluate")
 
+    @app.command("doctor", help="Check models, data and settings of a PPO run; exit code 1 if one is wrong.")
+    def doctor(overrides: overrides_argument = None, config: config_option = None) -> None:  # type: ignore[valid-type]
+        def work() -> None:
+            from marlhf.config import load_config
+            from marlhf.doctor import run_doctor
+
+            sys.exit(0 if run_doctor(load_config(config, overrides or [])) else 1)
+
+        _guarded(work)
+
     @app.command("config", help="Print the configuration with every key and default spelt out.")
     def show(overrides: overrides_argument = None, config: config_option = None) -> None:  # type: ignore[valid-type]
         def work() -> None:
