@@ -17,6 +17,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from marlhf.checkpoint import Start
 from marlhf.config import Config, ModelConfig
 from marlhf.data import EncodedRow, encode_rows, load_rows, load_tokenizer
 from marlhf.engine import prepare
@@ -105,7 +106,7 @@ class Patient:
     @cached_property
     def critic(self) -> Any | None:
         """As PPO would start to train it; None for an estimator without one."""
-        return start_critic(self.rewards, self.config, self.device)
+        return start_critic(self.rewards, Start(), self.config, self.device)
 
     @cached_property
     def sampled(self) -> list[EncodedRow]:
