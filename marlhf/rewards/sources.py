@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from marlhf.checkpoint import weights_identity
-from marlhf.config import DataConfig, PPOConfig, RewardSourceConfig, one_of, require
+from marlhf.config import DataConfig, ModelConfig, PPOConfig, RewardSourceConfig, one_of, require
 from marlhf.data import encode_prompt, encode_response, left_pad, load_tokenizer, right_pad
 from marlhf.engine import freeze
 from marlhf.errors import ConfigError, UserError
@@ -248,6 +248,12 @@ def reward_configs(ppo: PPOConfig) -> list[tuple[str, RewardSourceConfig]]:
     if ppo.rewards:
         return [(f"ppo.rewards[{i}]", source) for i, source in enumerate(ppo.rewards)]
     return [("ppo.reward_model", RewardSourceConfig(**vars(ppo.reward_model)))]
+
+
+def critic_origin(ppo: PPOConfig) -> ModelConfig:
+    """What a critic is loaded from: the first reward model that reads the policy's tokens, else the policy's start."""
+    sources = (source for _, source in reward_configs(ppo) if source.kind == "model" and not source.retokenize)
+    return next(sources, ppo.model)
 
 
 def check_rewards(ppo: PPOConfig) -> None:

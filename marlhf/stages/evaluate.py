@@ -52,6 +52,11 @@ class Evaluation:
         }
 
 
+def own_samples(rollout: RolloutConfig) -> RolloutConfig:
+    """Recorded responses would say nothing of a model: where training reads them, it is sampled with `hf`."""
+    return replace(rollout, engine="hf") if rollout.engine == "jsonl" else rollout
+
+
 @torch.no_grad()
 def measure(
     rows: list[EncodedRow],
@@ -66,11 +71,9 @@ def measure(
 ) -> Evaluation:
     """Samples one response per row and computes score and KL to the reference.
 
-    Recorded responses would say nothing of the policy: where training reads them, this samples with `hf`. Without
-    a termination rule the response is one macro action.
+    Without a termination rule the response is one macro action.
     """
-    if rollout.engine == "jsonl":
-        rollout = replace(rollout, engine="hf")
+    rollout = own_samples(rollout)
     data = [row.row for row in rows]
     responses = generate(
         policy.eval(),
@@ -232,10 +235,11 @@ def run_generate(config: Config) -> Path:
         responses = generate(
             model,
             [row.prompt_ids for row in part],
-            stage.rollout,
+            own_samples(stage.rollout),
             stops=stop_ids(tokenizer, stage.rollout),
             pad_id=tokenizer.pad_token_id,
             seed=config.seed + start,
+            rows=[row.row for row in part],
         )
         for i, row in enumerate(part):
             tokens = responses.response_ids[i][responses.response_mask[i]].tolist()

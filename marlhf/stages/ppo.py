@@ -1,7 +1,8 @@
 """PPO and macro-action PPO: one loop, which the termination rule turns into either.
 
 With `termination.rule: token` every token is an action (Schulman et al., arXiv 1707.06347); with `fixed` the
-values, advantages and returns are those of macro actions of n tokens (Chai et al., arXiv 2410.02743).
+values, advantages and returns are those of macro actions of n tokens (Chai et al., arXiv 2410.02743). An estimator
+without a critic leaves out everything that concerns one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from marlhf.errors import DataError
 from marlhf.models import check_head, load_critic, load_policy, load_reward_model, response_logprobs, response_values
 from marlhf.models.loading import check_fits, save_model
 from marlhf.progress import Clock, loops
-from marlhf.rewards import KLController, Rewards, k2_loss, load_rewards
+from marlhf.rewards import KLController, Rewards, critic_origin, k2_loss, load_rewards
 from marlhf.rollout import Rollout, complete, generate, sampling_kl, scored_temperature, stop_ids
 from marlhf.run_folder import RunFolder
 from marlhf.sampling import check_recorded
@@ -148,7 +149,7 @@ def start_critic(rewards: Rewards, start: Start, config: Config, device: torch.d
     if not needs_critic(ppo):
         return None
     if start.checkpoint is not None:
-        return load_reward_model(start.model(ppo.model, "critic"), key="ppo.run_folder", device=device)
+        return load_reward_model(start.model(critic_origin(ppo), "critic"), key="ppo.run_folder", device=device)
     first = rewards.critic_start
     if first is None:
         first = load_reward_model(ppo.model, key="ppo.model", device=device, fresh_head=True, seed=config.seed)

@@ -243,3 +243,29 @@ def test_models_that_do_not_fit_each_other_are_refused(tmp_path: Path, tiny_toke
     reference = save_policy(tmp_path / "reference", tiny_tokenizer, vocab_size=290)
     with pytest.raises(UserError, match=r"`evaluate.reference`: "):
         run_evaluate(resolved(tmp_path, *words, f"evaluate.reference.path={reference}"))
+
+
+def test_a_model_is_sampled_where_training_reads_recorded_responses(tmp_path: Path, words: list[str]) -> None:
+    found = []
+    for name in ("hf", "jsonl"):
+        output = tmp_path / name
+        run_generate(resolved(tmp_path, *words, f"generate.rollout.engine={name}", f"generate.output={output}"))
+        found.append(read_jsonl(output))
+    assert found[0] == found[1]
+    assert len(found[0]) == len(ROWS)
+
+
+def test_responses_come_from_the_engine_that_is_named(tmp_path: Path, words: list[str]) -> None:
+    """Which sees the rows."""
+    engine = tmp_path / "engine.py"
+    engine.write_text(
+        "def sample(prompts, *, rows, stop_token_ids, **_):\n"
+        "    ids = [[40 + len(row['prompt']), *stop_token_ids] for row in rows]\n"
+        "    return ids, [2] * len(ids), [True] * len(ids)\n"
+    )
+    output = tmp_path / "out.jsonl"
+    run_generate(resolved(tmp_path, *words, f"generate.rollout.engine={engine}:sample", f"generate.output={output}"))
+    tokenizer = load_tokenizer(next(word for word in words if "model.path" in word).partition("=")[2])
+    for line in read_jsonl(output):
+        assert line["response"] == tokenizer.decode([40 + len(line["prompt"])])
+        assert not line["truncated"]
