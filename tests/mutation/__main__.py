@@ -65,9 +65,8 @@ TESTS = {
         " or asked_for",
     ),
     "logprobs": (
-        ["token_logprobs", "registration", "errors", "linear"],
-        "test_token_logprobs or logprobs_waits or asked_for or slices"
-        " or (test_errors and (label or temperature or in_tensors))",
+        ["token_logprobs", "registration", "linear"],
+        "test_token_logprobs or logprobs_waits or asked_for or slices",
     ),
     "linear": (["linear", "registration"], "(test_linear and not loss and not ranks) or asked_for"),
 }

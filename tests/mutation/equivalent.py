@@ -130,6 +130,9 @@ _BY_REASON: dict[str, list[str]] = {
         "policy_loss:macro_policy_loss:dropped term:counts & ~is_flat -> ~is_flat#1",
         "policy_loss:macro_policy_loss:dropped term:is_clipped & units.chosen -> is_clipped#1",
     ],
+    "The KL penalty is the first that is added, to 0.": [
+        "policy_loss:policy_penalty:dropped term:total + (difference * slope).sum() / 2 -> (difference * slope).sum() / 2#1",
+    ],
     "The number of tokens is the same whatever the units are.": [
         "policy_loss:policy_penalty:condition:Units(macros, of_macros=False) -> Units(macros, of_macros=True)#1",
     ],
