@@ -2,8 +2,8 @@
 
     python -m tests.kernels.random_calls --calls 1000000 --seed 0
 
-A call either returns or raises the error that its op documents; anything else ends the run with the call's number, which
-with the same seed is the same call. What a call writes out of bounds only a library built with
+A call either returns or raises the error that its op documents; anything else ends the run with the call's number,
+which with the same seed is the same call. What a call writes out of bounds only a library built with
 `-DMARLHF_SANITIZE=address,undefined` can see. Counts per op are printed; less than half of them valid is a failure.
 """
 

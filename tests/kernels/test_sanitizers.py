@@ -68,6 +68,7 @@ def test_the_sanitizers_are_awake(sanitized):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_edge_cases(sanitized):
     """The kernels' own tests."""
     done = sanitized("-m", "pytest", "-q", "-x", "tests/kernels", "--backend", "cpu", "-m", "not slow and not long",
@@ -77,6 +78,7 @@ def test_edge_cases(sanitized):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_random_calls(sanitized):
     """Some thousand calls of every op; `python -m tests.kernels.random_calls` sends any number."""
     done = sanitized("-m", "tests.kernels.random_calls", "--calls", str(1500 * len(random_calls.available())))
