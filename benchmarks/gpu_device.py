@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from benchmarks import (
     table,
 )
 from tests.cases import calls
-from tests.cases.batches import make_batch
+from tests.cases.batches import Batch, make_batch
 from tests.cases.shapes import random_rows
 
 EFFORT = Effort(rounds=5, burst_seconds=0.05, most_calls=40)
@@ -81,30 +82,34 @@ def runs(device: torch.device) -> Iterator[tuple[str, Run]]:
     for rows in (2, 1024 if device.type == "cuda" else 4):
         with torch.device(device):
             logits, labels = torch.randn(rows, vocabulary), torch.arange(rows)
-        yield (
-            f"token_logprobs, {rows} rows",
-            lambda logits=logits, labels=labels: _differentiated(
-                lambda x: mk.token_logprobs(x, labels, return_entropy=True, temperature=0.7, logit_softcap=30.0), logits
-            ),
-        )
+        yield f"token_logprobs, {rows} rows", functools.partial(_logprobs, logits, labels)
     with torch.device(device):
         batch = make_batch(random_rows(5, 33), "mixed", torch.float32)
         x, mask = torch.randn(5, 1000), torch.rand(5, 1000) < 0.7
-    yield "masked_whiten", lambda: (mk.masked_whiten(x, mask),)
+    yield "masked_whiten", functools.partial(_alone, mk.masked_whiten, x, mask)
     # Without num_macros their results have a size that must be read from the device.
     sized = [calls.reduce_call(num_macros=33), calls.lengths_call(num_macros=33)]
     for call in (*(c for c in calls.ONE_EACH if calls.MACRO not in c.outputs), *sized):
-        if call.learns is None:
-            yield str(call), lambda call=call: call.run(batch)
-        else:
-            yield (
-                str(call),
-                lambda call=call: _differentiated(
-                    lambda leaf: call.run(batch.with_fields(**{call.learns: leaf})), batch[call.learns]
-                ),
-            )
-    yield "segmentation.fixed_ngram", lambda: (mk.segmentation.fixed_ngram(mask, 3),)
-    yield "segmentation.perplexity", lambda: (mk.segmentation.perplexity(mask, x),)
+        yield str(call), functools.partial(_call, call, batch)
+    yield "segmentation.fixed_ngram", functools.partial(_alone, mk.segmentation.fixed_ngram, mask, 3)
+    yield "segmentation.perplexity", functools.partial(_alone, mk.segmentation.perplexity, mask, x)
+
+
+def _alone(function: Callable[..., Tensor], *arguments: object) -> Sequence[Tensor]:
+    return (function(*arguments),)
+
+
+def _logprobs(logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+    return _differentiated(
+        lambda x: mk.token_logprobs(x, labels, return_entropy=True, temperature=0.7, logit_softcap=30.0), logits
+    )
+
+
+def _call(call: calls.Call, batch: Batch) -> Sequence[Tensor]:
+    learns = call.learns
+    if learns is None:
+        return call.run(batch)
+    return _differentiated(lambda leaf: call.run(batch.with_fields(**{learns: leaf})), batch[learns])
 
 
 def _differentiated(function: Callable[[Tensor], Sequence[Tensor]], x: Tensor) -> Sequence[Tensor]:
@@ -171,8 +176,9 @@ def measure(device: torch.device, csv: Path, deadline: float) -> int:
     """Rows of every case that there was time for, written as they come; a table beside them."""
     csv.unlink(missing_ok=True)
     on_device = device.type == "cuda"
-    rows = bandwidth.measure(device, megabytes=None if on_device else 8)
-    results.write(csv, rows)
+    bandwidths = bandwidth.measure(device, megabytes=None if on_device else 8)
+    results.write(csv, bandwidths)
+    rows = list(bandwidths)
     flush = torch.empty(CACHE_BYTES if on_device else 1, dtype=torch.uint8, device=device)
     failed = 0
     for case, modes in cases(tiny=not on_device):
@@ -182,7 +188,7 @@ def measure(device: torch.device, csv: Path, deadline: float) -> int:
                 failed = 1
                 continue
             try:
-                measured = _measure_case(case, mode, device, flush, rows[:2])
+                measured = _measure_case(case, mode, device, flush, bandwidths)
             except Exception as problem:
                 # One case that breaks must not cost the others their times.
                 print(f"FAILED  {case}, {mode}: {type(problem).__name__}: {' '.join(str(problem).split())[:400]}")
