@@ -44,8 +44,8 @@ CASES = [
     *(_moments("aligned", (256, 1024), dtype, dtype is torch.float32) for dtype in (torch.float32, torch.bfloat16)),
     _moments("of no alignment", (3, 1001), torch.float32, vector=False),
     *(
-        _normalize("aligned", (256, 1024), torch.float32, *options, quick=options == (True, False))
-        for options in product((True, False), repeat=2)
+        _normalize("aligned", (256, 1024), torch.float32, shift, unbiased, quick=shift and not unbiased)
+        for shift, unbiased in product((True, False), repeat=2)
     ),
     _normalize("aligned", (256, 1024), torch.bfloat16),
     _normalize("of no alignment", (3, 1001), torch.float32, vector=False),
