@@ -75,7 +75,7 @@ def with_share(row: Row, traffic: Mapping[str, int], measured: Sequence[Row]) ->
 
 
 def _copy_into_huge_pages(source: Tensor) -> Tensor:
-    memory = mmap.mmap(-1, source.nbytes)
+    memory = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -418,6 +418,6 @@ def plain_clock(target: Callable[[Call], object], setup: Callable[[], Call], cal
 
 def _in_a_line(problem: Exception) -> str:
     text = " ".join(str(problem).split())
-    if not isinstance(problem, CannotRunError):
+    if not isinstance(problem, (CannotRunError, marlhf_kernels.BackendUnavailableError)):
         text = f"{type(problem).__name__}: {text}" if text else type(problem).__name__
     return text if len(text) <= 200 else text[:197] + "..."

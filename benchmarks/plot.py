@@ -36,24 +36,41 @@ OTHER_COLOUR = "#1d2430"
 _INK, _SOFT_INK, _GRID = "#1d2430", "#5b6472", "#e3e7ec"
 BAR, GAP = 0.20, 0.34
 """Inches of a bar, and between two cases."""
+WIDTH, FRAME, TITLE = 7.0, 0.75, 0.5
+"""Inches of a column, above and below a panel together, and of the title."""
+
+_Cases = dict[str, list[Row]]
+_Placed = tuple[str, float, _Cases]
 
 
 def figure(rows: Sequence[Row]) -> Figure:
-    """Bars of the times of every case, one panel an op, the logarithm of the time to the right."""
-    panels = _panels(rows)
-    heights = [_height(cases) for cases in panels.values()]
-    drawn = Figure(figsize=(11, max(2.0, sum(heights) + 1.0 * len(panels) + 1.2)), dpi=100, facecolor="white")
+    """Bars of the times of every case, a panel for each op in two columns, the logarithm of the time to the right."""
+    columns = _columns({op: (_height(cases), cases) for op, cases in _panels(rows).items()})
+    tallest = max(sum(height + FRAME for _, height, _ in column) for column in columns)
+    drawn = Figure(figsize=(2 * WIDTH, tallest + TITLE), dpi=100, facecolor="white")
     FigureCanvasAgg(drawn)
-    if not panels:
-        drawn.text(0.5, 0.5, "no times", ha="center")
-        return drawn
-    axes = drawn.subplots(len(panels), 1, squeeze=False, height_ratios=[h + 0.2 for h in heights])[:, 0]
-    for place, (op, cases) in zip(axes, panels.items(), strict=True):
-        _panel(place, op, cases)
-    first = rows[0]
-    drawn.suptitle(f"{first.device}, torch {first.torch}, commit {first.commit}: time of a call", fontsize=11)
-    drawn.tight_layout(rect=(0, 0, 1, 0.995 if len(panels) > 2 else 0.97))
+    total = tallest + TITLE
+    for left, column in zip((0.0, 0.5), columns, strict=True):
+        top = total - TITLE
+        for op, height, cases in column:
+            top -= height + FRAME
+            place = (left + 0.02, (top + FRAME / 2) / total, 0.46, height / total)
+            _panel(drawn.add_axes(place), op, cases)
+    for first in rows[:1]:
+        told = f"Time of a call: {first.device}, torch {first.torch}, commit {first.commit}"
+        drawn.text(0.02, 1 - 0.3 / total, told, fontsize=12, color=_INK)
     return drawn
+
+
+def _columns(panels: dict[str, tuple[float, _Cases]]) -> tuple[list[_Placed], list[_Placed]]:
+    """Each panel into the column that is shorter so far."""
+    columns: tuple[list[_Placed], list[_Placed]] = ([], [])
+    heights = [0.0, 0.0]
+    for op, (height, cases) in panels.items():
+        shorter = heights.index(min(heights))
+        columns[shorter].append((op, height, cases))
+        heights[shorter] += height + FRAME
+    return columns
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -75,9 +92,9 @@ def page(rows: Sequence[Row]) -> str:
     )
 
 
-def _panels(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
+def _panels(rows: Sequence[Row]) -> dict[str, _Cases]:
     """Op, then case, then its rows that have a time, the fastest first."""
-    panels: dict[str, dict[str, list[Row]]] = {}
+    panels: dict[str, _Cases] = {}
     for row in rows:
         if row.status == OK and row.op != BANDWIDTH and row.time_us is not None:
             panels.setdefault(row.op, {}).setdefault(_label(row), []).append(row)
@@ -94,11 +111,11 @@ def _label(row: Row) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _height(cases: dict[str, list[Row]]) -> float:
+def _height(cases: _Cases) -> float:
     return sum(BAR * len(found) + GAP for found in cases.values())
 
 
-def _panel(axes: Axes, op: str, cases: dict[str, list[Row]]) -> None:
+def _panel(axes: Axes, op: str, cases: _Cases) -> None:
     fastest = min(row.time_us or 0.0 for found in cases.values() for row in found)
     slowest = max(row.time_us or 0.0 for found in cases.values() for row in found)
     y = 0.0
@@ -113,7 +130,7 @@ def _panel(axes: Axes, op: str, cases: dict[str, list[Row]]) -> None:
             y += BAR
         y += GAP / 2 - BAR / 2
     axes.set_xscale("log")
-    axes.set_xlim(fastest / 2, slowest * 12)
+    axes.set_xlim(fastest / 2, slowest * (slowest / fastest) ** 0.4 * 8)
     axes.set_ylim(y, -GAP / 2)
     axes.set_title(op, loc="left", fontsize=11, fontweight="bold", color=_INK)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
