@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from benchmarks.harness import Call, Case, Effort, Provider, run_case
-from benchmarks.shapes import logits_shape, token_shape
 from torch import Tensor
 
 import marlhf_kernels as mk
@@ -29,6 +27,8 @@ from benchmarks import (
     results,
     table,
 )
+from benchmarks.harness import Call, Case, Effort, Provider, run_case
+from benchmarks.shapes import logits_shape, token_shape
 from tests.cases import calls
 from tests.cases.batches import Batch, make_batch
 from tests.cases.shapes import random_rows

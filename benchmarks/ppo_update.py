@@ -26,7 +26,10 @@ from marlhf.config import PPOConfig, TerminationConfig
 from marlhf.demo.settings import MACRO_ACTION_TOKENS, SETTINGS, Settings
 from marlhf.engine import Optimizer
 from marlhf.models import load_critic
-from marlhf.rollout import Responses, complete
+from marlhf.responses import Responses
+from marlhf.rewards import Rewards
+from marlhf.rewards.sources import ModelReward
+from marlhf.rollout import complete
 from marlhf.stages.ppo import update
 from marlhf_kernels.ops import _registry
 
@@ -110,8 +113,10 @@ def demo_update(settings: Settings) -> Callable[[], None]:
     )
     critic = load_critic(reward_model, head="zero")
     steps = 10_000
-    policy_optimizer = Optimizer(policy, config.policy_optimizer, total_steps=steps)
-    critic_optimizer = Optimizer(critic, config.critic_optimizer, total_steps=steps)
+    optimizers = {
+        "policy": Optimizer(policy, config.policy_optimizer, total_steps=steps),
+        "critic": Optimizer(critic, config.critic_optimizer, total_steps=steps),
+    }
     responses = random_responses(settings)
 
     def run() -> None:
@@ -120,12 +125,12 @@ def demo_update(settings: Settings) -> Callable[[], None]:
             policy=policy.eval(),
             reference=reference,
             critic=critic,
-            reward_model=reward_model,
+            rewards=Rewards([ModelReward(reward_model)]),
             config=config,
             kl_coef=config.kl_coef,
         )
         order = torch.Generator().manual_seed(0)
-        update(rollout, policy.train(), critic.train(), policy_optimizer, critic_optimizer, config, order)
+        update(rollout, policy, critic, optimizers, config, order)
 
     return run
 
@@ -141,6 +146,7 @@ def random_responses(settings: Settings) -> Responses:
         response_ids=torch.randint(1, settings.vocabulary, (rows, length)).masked_fill(~mask, 0),
         response_mask=mask,
         truncated=torch.zeros(rows, dtype=torch.bool),
+        action_mask=mask,
     )
 
 
