@@ -67,6 +67,8 @@ def missing() -> str | None:
         return "it was not built; install the package with pip where a C++17 compiler is"
     try:
         instruction_set()
+    except AttributeError:
+        return f"{LIBRARY.name} is from another version of the package; install it again"
     except (OSError, ValueError) as error:
         return str(error) if isinstance(error, ValueError) else f"{LIBRARY.name} does not load: {error}"
     return None
