@@ -178,6 +178,9 @@ _BY_REASON: dict[str, list[str]] = {
         "logprobs:_slabs:off by one:logits.shape[1] -> logits.shape[2]#1",
         "logprobs:_slabs:off by one:logits.shape[1] -> logits.shape[0]#1",
     ],
+    "The slices of an ignored row are 0 in every number, and so is what is made of them here.": [
+        "linear:merge_slices:mask:torch.where(valid, log_total - mean, 0) -> log_total - mean#1",
+    ],
     ("The gradient of an ignored row's logits is 0, whatever finite hidden state it is multiplied with."): [
         "linear:_Head.chunks:off by one:torch.where(self.valid[where], self.hidden[where].to(self.dtype), 0) -> torch.where(self.valid[where], self.hidden[where].to(self.dtype), 1)#1",
     ],
