@@ -310,9 +310,8 @@ def main() -> int:
     for mutant in mutants:
         if mutant.key in EQUIVALENT and results.get(label_of(mutant), {}).get("result") == "killed":
             print(f"killed, so not equivalent: {mutant.key}")
-    print(
-        f"{len(mutants) - left} of {len(mutants)} mutants run or explained; {unexplained} unexplained survivors; report: {path}"
-    )
+    done = f"{len(mutants) - left} of {len(mutants)} mutants run or explained"
+    print(f"{done}; {unexplained} unexplained survivors; report: {path}")
     return 1 if unexplained else 0
 
 
