@@ -125,6 +125,7 @@ _BY_REASON: dict[str, list[str]] = {
     "With advantage 0, which what is not chosen has too, every term is 0: the ratio is finite.": [
         "policy_loss:macro_policy_loss:comparison:advantage < 0 -> advantage <= 0#1",
         "policy_loss:macro_policy_loss:dropped term:units.chosen & (advantage != 0) -> units.chosen#1",
+        "policy_loss:macro_policy_loss:mask:units.chosen & (advantage != 0) -> units.chosen | (advantage != 0)#1",
         "policy_loss:macro_policy_loss:dropped term:units.chosen & (advantage != 0) -> advantage != 0#1",
         "policy_loss:macro_policy_loss:mask:torch.where(counts, loss, 0) -> loss#1",
         "policy_loss:macro_policy_loss:dropped term:counts & ~is_flat -> ~is_flat#1",
