@@ -235,12 +235,15 @@ def write_report(mutants: list[Mutant], results: Results, path: Path) -> int:
     killed = [r["why"] for m in mutants if (r := results.get(label_of(m), {})).get("result") == "killed"]
     compared = sum(why.startswith(("call: assert", "call: AssertionError", "call: Failed")) for why in killed)
     tried = sum(mutant.key in EQUIVALENT and label_of(mutant) in results for mutant in survivors)
+    left = sum(verdict(mutant, results) == "not run" for mutant in mutants)
     lines = [
         "# Mutation report of the reference kernels",
         "",
         "Written by `python -m tests.mutation`. A mutant is one mechanical change of the source. It is killed when a",
         "test of its op goes red, crashed when it ends the process, timed out when it runs on and on, and equivalent",
         "when no input can tell it from the original, for the reason given.",
+        "",
+        f"There are {len(mutants)} mutants; {left} of them have neither been run nor explained yet.",
         "",
         f"CPU time of the tests that were run on mutants: {spent / 60:.1f} minutes. Of the killed, {compared} fell to",
         f"a comparison and {len(killed) - compared} to an exception. Of those called equivalent, {tried} have been run",
@@ -307,7 +310,8 @@ def main() -> int:
     for mutant in mutants:
         if mutant.key in EQUIVALENT and results.get(label_of(mutant), {}).get("result") == "killed":
             print(f"killed, so not equivalent: {mutant.key}")
-    print(f"{len(mutants) - left} of {len(mutants)} mutants run; {unexplained} unexplained survivors; report: {path}")
+    done = f"{len(mutants) - left} of {len(mutants)} mutants run or explained"
+    print(f"{done}; {unexplained} unexplained survivors; report: {path}")
     return 1 if unexplained else 0
 
 

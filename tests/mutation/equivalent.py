@@ -125,6 +125,7 @@ _BY_REASON: dict[str, list[str]] = {
     "With advantage 0, which what is not chosen has too, every term is 0: the ratio is finite.": [
         "policy_loss:macro_policy_loss:comparison:advantage < 0 -> advantage <= 0#1",
         "policy_loss:macro_policy_loss:dropped term:units.chosen & (advantage != 0) -> units.chosen#1",
+        "policy_loss:macro_policy_loss:mask:units.chosen & (advantage != 0) -> units.chosen | (advantage != 0)#1",
         "policy_loss:macro_policy_loss:dropped term:units.chosen & (advantage != 0) -> advantage != 0#1",
         "policy_loss:macro_policy_loss:mask:torch.where(counts, loss, 0) -> loss#1",
         "policy_loss:macro_policy_loss:dropped term:counts & ~is_flat -> ~is_flat#1",
@@ -177,6 +178,9 @@ _BY_REASON: dict[str, list[str]] = {
         "logprobs:_slabs:off by one:logits.stride(1) -> logits.stride(0)#1",
         "logprobs:_slabs:off by one:logits.shape[1] -> logits.shape[2]#1",
         "logprobs:_slabs:off by one:logits.shape[1] -> logits.shape[0]#1",
+    ],
+    "The slices of an ignored row are 0 in every number, and so is what is made of them here.": [
+        "linear:merge_slices:mask:torch.where(valid, log_total - mean, 0) -> log_total - mean#1",
     ],
     ("The gradient of an ignored row's logits is 0, whatever finite hidden state it is multiplied with."): [
         "linear:_Head.chunks:off by one:torch.where(self.valid[where], self.hidden[where].to(self.dtype), 0) -> torch.where(self.valid[where], self.hidden[where].to(self.dtype), 1)#1",
