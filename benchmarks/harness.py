@@ -103,7 +103,7 @@ class Effort:
     most_calls: int = 200
     """In one burst."""
     slow_seconds: float = 2.0
-    """What a provider whose calls take longer than a burst may take in all: it is in fewer rounds, in three at least."""
+    """Of a provider whose calls take longer than a burst, over all rounds: it is in fewer, in three at least."""
 
 
 QUICK = Effort(rounds=7, burst_seconds=0.08)
