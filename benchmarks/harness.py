@@ -103,8 +103,7 @@ class Effort:
     most_calls: int = 200
     """In one burst."""
     slow_seconds: float = 2.0
-    """A provider whose calls take longer than a burst leaves out rounds beyond that, but never more than it must
-    to have three."""
+    """Of a provider whose calls take longer than a burst, over all rounds: it is in fewer, in three at least."""
 
 
 QUICK = Effort(rounds=7, burst_seconds=0.08)
