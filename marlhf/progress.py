@@ -1,7 +1,8 @@
 """Progress of long loops: a bar with rate and time left on a terminal, a line every few seconds elsewhere."""
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -105,3 +106,25 @@ class Clock:
             **{f"time/{phase}": value for phase, value in self._laps.items()},
             "tokens_per_second": tokens / max(seconds, 1e-9),
         }
+
+
+class Profile:
+    """Where the wall time of a whole loop went, from the `time/<phase>` metrics of its iterations."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+        self._started = time.perf_counter()
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Books one iteration."""
+        for name, value in metrics.items():
+            if name.startswith("time/"):
+                self._seconds[name.removeprefix("time/")] += value
+
+    def __str__(self) -> str:
+        whole = time.perf_counter() - self._started
+        rest = whole - sum(self._seconds.values())
+        shares = {**self._seconds, "logs and checkpoints": rest}
+        return f"{whole:.0f} s: " + ", ".join(
+            f"{name} {value / max(whole, 1e-9):.0%}" for name, value in shares.items()
+        )

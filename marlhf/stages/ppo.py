@@ -21,7 +21,7 @@ from marlhf.engine import Optimizer, freeze, next_seed, prepare, rollout_generat
 from marlhf.errors import DataError
 from marlhf.models import check_head, load_critic, load_policy, load_reward_model, response_logprobs, response_values
 from marlhf.models.loading import check_fits, save_model
-from marlhf.progress import Clock, loops
+from marlhf.progress import Clock, Profile, console, loops
 from marlhf.rewards import KLController, Rewards, critic_origin, k2_loss, load_rewards
 from marlhf.rollout import Rollout, complete, generate, sampling_kl, scored_temperature, stop_ids
 from marlhf.run_folder import RunFolder
@@ -101,6 +101,7 @@ def run_ppo(config: Config) -> Path:
         if validation and start.step == 0:
             run.log(0, evaluate_policy(run, validation, tokenizer, config, step=0, **models))
         loop = shown.start(f"PPO, termination {ppo.termination.rule}", ppo.iterations, "iterations", done=start.step)
+        profile = Profile()
         for iteration, indices in enumerate(islice(batches, start.step, None), start=start.step + 1):
             clock = Clock(device)
 
@@ -132,8 +133,11 @@ def run_ppo(config: Config) -> Path:
             metrics.update(clock.metrics(tokens=int(rollout.lengths.sum())))
             run.log(iteration, metrics)
             checkpoints.after(iteration, metrics)
+            profile.add(metrics)
             print_rollout(rollout, tokenizer, rows=ppo.rollout_table)
             loop.advance(f"score {metrics['score']:.2f}, KL {metrics['kl']:.2f}")
+
+        console.print(f"ppo: {profile}", highlight=False, markup=False)
 
         # 5. The trained policy, as transformers alone can load it, and the critic beside it.
         if critic is not None:

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from marlhf import progress
-from marlhf.progress import Clock, loops
+from marlhf.progress import Clock, Profile, loops
 
 
 @pytest.fixture
@@ -82,3 +82,11 @@ def test_phases_of_an_iteration(clock: list[float]) -> None:
         found.lap(phase)
     metrics = found.metrics(tokens=100)
     assert metrics == {"time/generate": 2.0, "time/update": 2.0, "time/evaluate": 5.0, "tokens_per_second": 25.0}
+
+
+def test_a_profile_adds_the_phases_up_and_names_the_rest(clock: list[float]) -> None:
+    profile = Profile()
+    for _ in range(2):
+        profile.add({"time/generate": 1.0, "time/update": 3.5, "score": 7.0})
+    clock[0] += 10.0
+    assert str(profile) == "10 s: generate 20%, update 70%, logs and checkpoints 10%"
