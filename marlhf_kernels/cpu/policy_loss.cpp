@@ -1,0 +1,230 @@
+// The clipped policy loss over tokens or macro actions, with its gradient.
+
+#include "units.h"
+
+namespace marlhf::MARLHF_ISA {
+namespace {
+
+enum RatioLevel : std::int64_t { TOKEN, MACRO, MACRO_MEAN };
+
+constexpr float MAX_LOG_RATIO = 60, LARGEST_RATIO = 1.1420074e26f, SMALLEST_RATIO = 8.7565108e-27f;
+constexpr std::int32_t BLOCK = 256;
+
+}  // namespace
+
+struct Clips {
+    double low, high, dual;  // no dual clip: infinity
+};
+
+namespace {
+
+double sum_of_excess(const float* x, std::int32_t n) {
+    double sum = 0;
+    float excess[BLOCK];
+    for (std::int32_t begin = 0; begin < n; begin += BLOCK) {
+        const std::int32_t size = std::min(BLOCK, n - begin);
+        for (std::int32_t i = 0; i < size; ++i) {
+            float power;
+            exponential(x[begin + i], power, excess[i]);
+        }
+        sum += total(excess, size);
+    }
+    return sum;
+}
+
+// Loss and statistics of n units, and d loss / d log_ratio of each. `kl` is the sum of e^x - 1 - x over them.
+void add_units(const Clips& clips, const float* log_ratios, const float* advantages, std::int32_t n, float weight,
+               float* slopes, RowSums& sums) {
+    const float low = 1 - static_cast<float>(clips.low), high = 1 + static_cast<float>(clips.high);
+    const float dual = static_cast<float>(clips.dual);
+    double loss_sum = 0;
+    float losses[BLOCK], ratios[BLOCK], excess[BLOCK];
+    for (std::int32_t begin = 0; begin < n; begin += BLOCK) {
+        const std::int32_t size = std::min(BLOCK, n - begin);
+        const float* log_ratio = log_ratios + begin;
+        const float* advantage = advantages + begin;
+        float* slope = slopes + begin;
+        std::int32_t num_clipped = 0, max_ratio = sums.largest_ratio;
+        for (std::int32_t i = 0; i < size; ++i) {
+            const float x = log_ratio[i], a = advantage[i];
+            float power;
+            exponential(x, power, excess[i]);
+            const float ratio = x > MAX_LOG_RATIO ? LARGEST_RATIO : x < -MAX_LOG_RATIO ? SMALLEST_RATIO : power;
+            const float unclipped = -a * ratio, clipped = -a * clamp(ratio, low, high), bound = -a * dual;
+            const bool is_clipped = clipped > unclipped;
+            float loss = is_clipped ? clipped : unclipped;
+            const bool is_bounded = (a < 0) & (bound < loss);
+            loss = is_bounded ? bound : loss;
+            const bool is_flat = is_clipped | is_bounded | (x > MAX_LOG_RATIO) | (x < -MAX_LOG_RATIO) | (a == 0);
+            losses[i] = a == 0 ? 0 : loss;
+            slope[i] = is_flat ? 0 : unclipped * weight;
+            ratios[i] = ratio;
+            num_clipped += is_clipped;
+            max_ratio = std::max(max_ratio, bits<std::int32_t>(ratio));
+        }
+        loss_sum += total(losses, size);
+        sums.ratio += total(ratios, size);
+        sums.kl += total(excess, size);
+        sums.clipped += num_clipped;
+        sums.largest_ratio = max_ratio;
+    }
+    sums.loss = loss_sum * weight;
+    sums.units = n;
+}
+
+}  // namespace
+
+struct MacroPolicyLossArguments {
+    Sequences sequences;
+    Tensor ids, logprobs, old_logprobs, advantages;
+    Clips clips;
+    RatioLevel level;
+    Normalizer normalizer;
+    float* loss;
+    float* statistics;  // clip fraction, approximate KL, mean and largest ratio
+    float* gradient;    // before the division by the count
+    float* count;
+};
+
+MARLHF_FUNCTION(macro_policy_loss)(const MacroPolicyLossArguments* arguments) {
+    const MacroPolicyLossArguments& a = *arguments;
+    const Buffer<RowSums> rows(a.sequences.rows);
+    if (!rows) return NO_MEMORY;
+    const Status status = for_each_sequence<6>(a.sequences, a.ids, [&](std::int64_t row, const Actions& actions, float** space) {
+        RowSums& sums = rows[row] = RowSums();
+        const std::int32_t count = actions.count(), macros = actions.macros();
+        const std::int64_t begin = a.sequences.begin(row);
+        const float* logprobs = actions.values(a.sequences, a.logprobs, row, space[0]);
+        const float* old_logprobs = actions.values(a.sequences, a.old_logprobs, row, space[1]);
+        const float* advantages = actions.values(a.sequences, a.advantages, row, space[2]);
+        float* gradient = actions.results(a.gradient + begin, space[3]);
+        float* differences = space[4];
+        for (std::int32_t i = 0; i < count; ++i) differences[i] = logprobs[i] - old_logprobs[i];
+        if (a.level == TOKEN) {
+            const float weight = static_cast<float>(a.normalizer.row_weight(count));
+            add_units(a.clips, differences, advantages, count, weight, gradient, sums);
+        } else {
+            const double kl = sum_of_excess(differences, count);
+            float *log_ratios = space[0], *slopes = space[5];
+            for (std::int32_t macro = 0; macro < macros; ++macro) {
+                const std::int32_t start = actions.start(macro), length = actions.length(macro);
+                const double sum = total(differences + start, length);
+                log_ratios[macro] = static_cast<float>(a.level == MACRO_MEAN ? sum / length : sum);
+            }
+            float* first_advantages = space[1];
+            for (std::int32_t macro = 0; macro < macros; ++macro)
+                first_advantages[macro] = advantages[actions.start(macro)];
+            const float weight = static_cast<float>(a.normalizer.row_weight(macros));
+            add_units(a.clips, log_ratios, first_advantages, macros, weight, slopes, sums);
+            sums.kl = kl;
+            for (std::int32_t macro = 0; macro < macros; ++macro) {
+                const std::int32_t length = actions.length(macro);
+                const float slope = a.level == MACRO_MEAN ? slopes[macro] / static_cast<float>(length) : slopes[macro];
+                std::fill_n(gradient + actions.start(macro), length, slope);
+            }
+        }
+        sums.tokens = count;
+        sums.macros = macros;
+        actions.place(gradient, a.gradient + begin);
+    });
+    if (status != OK) return status;
+    clear_tail(a.sequences, a.gradient, sizeof(float));
+    const Totals totals(rows, a.sequences.rows);
+    const double count = totals.count(a.normalizer);
+    *a.count = static_cast<float>(count);
+    *a.loss = static_cast<float>(totals.loss / count);
+    a.statistics[0] = static_cast<float>(totals.per_unit(static_cast<double>(totals.clipped)));
+    a.statistics[1] = static_cast<float>(totals.tokens ? totals.kl / static_cast<double>(totals.tokens) : 0);
+    a.statistics[2] = totals.units ? static_cast<float>(totals.per_unit(totals.ratio)) : 1;
+    a.statistics[3] = totals.units ? bits<float>(totals.largest_ratio) : 1;
+    return OK;
+}
+
+struct PolicyPenaltyArguments {
+    Sequences sequences;
+    Tensor ids, logprobs, entropy, ref_logprobs;  // entropy and ref_logprobs: data may be null
+    double entropy_coef, kl_loss_coef;
+    Normalizer normalizer;
+    float* loss;
+    float* grad_logprobs;
+    float* grad_entropy;  // null without entropy
+    float* count;
+};
+
+MARLHF_FUNCTION(policy_penalty)(const PolicyPenaltyArguments* arguments) {
+    const PolicyPenaltyArguments& a = *arguments;
+    const Buffer<RowSums> rows(a.sequences.rows);
+    if (!rows) return NO_MEMORY;
+    const float kl_coef = static_cast<float>(a.kl_loss_coef), entropy_coef = static_cast<float>(a.entropy_coef);
+    const Status status = for_each_sequence<4>(a.sequences, a.ids, [&](std::int64_t row, const Actions& actions, float** space) {
+        RowSums& sums = rows[row] = RowSums();
+        const std::int32_t count = sums.tokens = actions.count();
+        const std::int64_t begin = a.sequences.begin(row);
+        float* slopes = actions.results(a.grad_logprobs + begin, space[2]);
+        if (a.ref_logprobs.data) {
+            const float* logprobs = actions.values(a.sequences, a.logprobs, row, space[0]);
+            const float* ref_logprobs = actions.values(a.sequences, a.ref_logprobs, row, space[1]);
+            float* terms = space[3];
+            for (std::int32_t i = 0; i < count; ++i) {
+                const float difference = logprobs[i] - ref_logprobs[i];
+                slopes[i] = difference * kl_coef;
+                terms[i] = difference * slopes[i];
+            }
+            sums.loss += total(terms, count) / 2;
+        } else {
+            std::fill_n(slopes, count, 0.0f);
+        }
+        actions.place(slopes, a.grad_logprobs + begin);
+        if (!a.entropy.data) return;
+        const float* entropy = actions.values(a.sequences, a.entropy, row, space[0]);
+        slopes = actions.results(a.grad_entropy + begin, space[2]);
+        std::fill_n(slopes, count, -entropy_coef);
+        sums.loss -= entropy_coef * total(entropy, count);
+        actions.place(slopes, a.grad_entropy + begin);
+    });
+    if (status != OK) return status;
+    clear_tail(a.sequences, a.grad_logprobs, sizeof(float));
+    if (a.entropy.data) clear_tail(a.sequences, a.grad_entropy, sizeof(float));
+    const Totals totals(rows, a.sequences.rows);
+    const double count = totals.count(a.normalizer);
+    *a.count = static_cast<float>(count);
+    *a.loss = static_cast<float>(totals.loss / count);
+    return OK;
+}
+
+struct ActionLabelsArguments {
+    Sequences sequences;
+    Tensor ids, labels;
+    void* result;
+};
+
+namespace {
+
+template <typename Label, typename Id>
+void action_labels(const ActionLabelsArguments& a) {
+    for (std::int64_t row = 0; row < a.sequences.rows; ++row) {
+        const Id* ids = static_cast<const Id*>(a.ids.data) + a.sequences.begin_in(a.ids, row);
+        const Label* labels = static_cast<const Label*>(a.labels.data) + a.sequences.begin_in(a.labels, row);
+        Label* result = static_cast<Label*>(a.result) + a.sequences.begin(row);
+        const std::int64_t length = a.sequences.length(row);
+        for (std::int64_t position = 0; position < length; ++position)
+            result[position] = is_action(ids[position], position) ? labels[position] : Label(-1);
+    }
+    Label* result = static_cast<Label*>(a.result);
+    std::fill(result + a.sequences.end(), result + a.sequences.num_tokens, Label(-1));
+}
+
+}  // namespace
+
+MARLHF_FUNCTION(action_labels)(const ActionLabelsArguments* arguments) {
+    const ActionLabelsArguments& a = *arguments;
+    if (const Status status = a.sequences.check()) return status;
+    const bool narrow_ids = a.ids.type == INT32;
+    if (a.labels.type == INT32)
+        narrow_ids ? action_labels<std::int32_t, std::int32_t>(a) : action_labels<std::int32_t, std::int64_t>(a);
+    else
+        narrow_ids ? action_labels<std::int64_t, std::int32_t>(a) : action_labels<std::int64_t, std::int64_t>(a);
+    return OK;
+}
+
+}  // namespace marlhf::MARLHF_ISA
