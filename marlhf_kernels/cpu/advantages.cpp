@@ -46,10 +46,10 @@ void penalized_rewards(const KlPenalty& penalty, const Sequences& sequences, con
             }
             break;
         case K3:
-            for (std::int32_t i = 0; i < count; ++i) {
-                float power;
-                exponential(ref_logprobs[i] - logprobs[i], power, kl[i]);
-            }
+            by_lanes(count, [&](std::int32_t i, int lanes) MARLHF_INLINE_BODY {
+                const Float d = load_lanes(logprobs + i, lanes) - load_lanes(ref_logprobs + i, lanes);
+                store_lanes(kl + i, exponential(-d).excess, lanes);
+            });
     }
     for (std::int32_t i = 0; i < count; ++i) rewards[i] = -(kl[i] * beta);
     const float score = element(penalty.scores, row * penalty.scores.stride);
@@ -82,23 +82,63 @@ class Discounts {
     Buffer<double> gamma_, decay_;
 };
 
-// A_k = delta_k + g_k l_k A_{k+1}, delta_k = R_k + g_k V_{k+1} - V_k, from the last macro action to the first.
+// advantage = delta + decay * (the advantage after it)
+struct Step {
+    double delta, decay;
+
+    // From the advantage after `next` to that before this one.
+    Step after(const Step& next) const { return {delta + decay * next.delta, decay * next.decay}; }
+};
+
+// A_k = delta_k + g_k l_k A_{k+1}, delta_k = R_k + g_k V_{k+1} - V_k, from the last macro action to the first, and
+// A_k + V_k.
 void gae_of_row(const Gae& gae, const Discounts& discounts, const Sequences& sequences, const Actions& actions,
-                std::int64_t row, float* space, const float* rewards, float* advantages, float* returns) {
+                std::int64_t row, float* const* space, const float* rewards, float* advantages, float* returns) {
     if (actions.count() == 0) return;
-    const float* values = actions.values(sequences, gae.values, row, space);
+    const float* values = actions.values(sequences, gae.values, row, space[0]);
+    float *macro_rewards = space[1], *macro_values = space[2];
+    if (adds_up(gae.reward_weights) && gae.value_weights == MEAN) {
+        sums<2>({rewards, values}, actions, {macro_rewards, macro_values});
+        if (gae.reward_weights == MEAN) divide_by_lengths(actions, macro_rewards);
+        divide_by_lengths(actions, macro_values);
+    } else {
+        weighted_sums(gae.reward_weights, gae.gamma, rewards, actions, macro_rewards);
+        weighted_sums(gae.value_weights, 1, values, actions, macro_values);
+    }
     const Tensor& bootstrap = gae.bootstrap_values;
     double next_value = bootstrap.data ? element(bootstrap, row * bootstrap.stride) : 0.0f;
     double advantage = 0;
-    for (std::int32_t macro = actions.macros() - 1; macro >= 0; --macro) {
-        const std::int32_t start = actions.start(macro), length = actions.length(macro);
-        const double reward = weighted_sum(gae.reward_weights, gae.gamma, rewards + start, length);
-        const double value = weighted_sum(gae.value_weights, 1.0, values + start, length);
-        advantage = reward + discounts.gamma(length) * next_value - value + discounts.decay(length) * advantage;
+    const std::int32_t macros = actions.macros();
+    const auto solve = [&](std::int32_t macro) MARLHF_INLINE_BODY {
+        const std::int32_t length = actions.length(macro);
+        const double value = macro_values[macro];
+        const Step step{macro_rewards[macro] + discounts.gamma(length) * next_value - value, discounts.decay(length)};
         next_value = value;
-        std::fill_n(advantages + start, length, static_cast<float>(advantage));
-        std::fill_n(returns + start, length, static_cast<float>(advantage + value));
+        return step;
+    };
+    const auto keep = [&](std::int32_t macro) MARLHF_INLINE_BODY {
+        macro_rewards[macro] = static_cast<float>(advantage);
+        macro_values[macro] = static_cast<float>(advantage + macro_values[macro]);
+    };
+    std::int32_t macro = macros;
+    // Four at a time, so that each step does not wait for the one before it: A_k = d_k + c_k A_{k+1} of two steps is
+    // again of that form.
+    for (; macro >= 4; macro -= 4) {
+        const Step last = solve(macro - 1), third = solve(macro - 2).after(last);
+        const Step second = solve(macro - 3).after(third), first = solve(macro - 4).after(second);
+        const double after = advantage;
+        std::int32_t k = macro - 1;
+        for (const Step& step : {last, third, second, first}) {
+            advantage = step.delta + step.decay * after;
+            keep(k--);
+        }
     }
+    for (; macro > 0; --macro) {
+        const Step step = solve(macro - 1);
+        advantage = step.delta + step.decay * advantage;
+        keep(macro - 1);
+    }
+    spread<2>({macro_rewards, macro_values}, actions, {advantages, returns});
 }
 
 }  // namespace
@@ -137,12 +177,12 @@ MARLHF_FUNCTION(macro_gae)(const MacroGaeArguments* arguments) {
     if (const Status status = a.sequences.check()) return status;
     const Discounts discounts(a.gae, a.sequences.longest());
     if (!discounts) return NO_MEMORY;
-    const Status status = for_each_sequence<4>(a.sequences, a.ids, [&](std::int64_t row, const Actions& actions, float** space) {
+    const Status status = for_each_sequence<6>(a.sequences, a.ids, [&](std::int64_t row, const Actions& actions, float** space) {
         const std::int64_t begin = a.sequences.begin(row);
         const float* rewards = actions.values(a.sequences, a.rewards, row, space[0]);
-        float* advantages = actions.results(a.advantages + begin, space[2]);
-        float* returns = actions.results(a.returns + begin, space[3]);
-        gae_of_row(a.gae, discounts, a.sequences, actions, row, space[1], rewards, advantages, returns);
+        float* advantages = actions.results(a.advantages + begin, space[1]);
+        float* returns = actions.results(a.returns + begin, space[2]);
+        gae_of_row(a.gae, discounts, a.sequences, actions, row, space + 3, rewards, advantages, returns);
         actions.place(advantages, a.advantages + begin);
         actions.place(returns, a.returns + begin);
     });
@@ -164,14 +204,14 @@ MARLHF_FUNCTION(rollout_advantages)(const RolloutAdvantagesArguments* arguments)
     if (const Status status = a.sequences.check()) return status;
     const Discounts discounts(a.gae, a.sequences.longest());
     if (!discounts) return NO_MEMORY;
-    const Status status = for_each_sequence<6>(a.sequences, a.ids, [&](std::int64_t row, const Actions& actions, float** space) {
+    const Status status = for_each_sequence<9>(a.sequences, a.ids, [&](std::int64_t row, const Actions& actions, float** space) {
         const std::int64_t begin = a.sequences.begin(row);
         float* rewards = actions.results(a.rewards + begin, space[2]);
         float* kl = actions.results(a.kl + begin, space[3]);
         float* advantages = actions.results(a.advantages + begin, space[4]);
         float* returns = actions.results(a.returns + begin, space[5]);
         penalized_rewards(a.penalty, a.sequences, actions, row, space, rewards, kl);
-        gae_of_row(a.gae, discounts, a.sequences, actions, row, space[0], rewards, advantages, returns);
+        gae_of_row(a.gae, discounts, a.sequences, actions, row, space + 6, rewards, advantages, returns);
         actions.place(advantages, a.advantages + begin);
         actions.place(returns, a.returns + begin);
         actions.place(rewards, a.rewards + begin);

@@ -68,15 +68,15 @@ struct MacroReduceArguments {
 
 MARLHF_FUNCTION(macro_reduce)(const MacroReduceArguments* arguments) {
     const MacroReduceArguments& a = *arguments;
-    const Status status = for_each_sequence<1>(a.sequences, a.ids, [&a](std::int64_t row, const Actions& actions, float** space) {
-        const float* x = actions.values(a.sequences, a.x, row, space[0]);
-        float* result = a.result + row * a.num_macros;
-        std::fill_n(result, a.num_macros, 0.0f);
-        for (std::int32_t macro = 0; macro < actions.macros(); ++macro)
-            if (actions.id(macro) < a.num_macros)
-                result[actions.id(macro)] = static_cast<float>(
-                    weighted_sum(a.weights, a.discount, x + actions.start(macro), actions.length(macro)));
-    });
+    const Status status =
+        for_each_sequence<2>(a.sequences, a.ids, [&a](std::int64_t row, const Actions& actions, float** space) {
+            const float* x = actions.values(a.sequences, a.x, row, space[0]);
+            weighted_sums(a.weights, a.discount, x, actions, space[1]);
+            float* result = a.result + row * a.num_macros;
+            std::fill_n(result, a.num_macros, 0.0f);
+            for (std::int32_t macro = 0; macro < actions.macros(); ++macro)
+                if (actions.id(macro) < a.num_macros) result[actions.id(macro)] = space[1][macro];
+        });
     if (status != OK) return status;
     return OK;
 }

@@ -1,5 +1,6 @@
 // The clipped policy loss over tokens or macro actions, with its gradient.
 
+#include "exponential.h"
 #include "units.h"
 
 namespace marlhf::MARLHF_ISA {
@@ -8,7 +9,6 @@ namespace {
 enum RatioLevel : std::int64_t { TOKEN, MACRO, MACRO_MEAN };
 
 constexpr float MAX_LOG_RATIO = 60, LARGEST_RATIO = 1.1420074e26f, SMALLEST_RATIO = 8.7565108e-27f;
-constexpr std::int32_t BLOCK = 256;
 
 }  // namespace
 
@@ -18,57 +18,57 @@ struct Clips {
 
 namespace {
 
+// The sum of e^x - 1 - x.
 double sum_of_excess(const float* x, std::int32_t n) {
-    double sum = 0;
-    float excess[BLOCK];
+    double result = 0;
     for (std::int32_t begin = 0; begin < n; begin += BLOCK) {
-        const std::int32_t size = std::min(BLOCK, n - begin);
-        for (std::int32_t i = 0; i < size; ++i) {
-            float power;
-            exponential(x[begin + i], power, excess[i]);
-        }
-        sum += total(excess, size);
+        Float lane_sums{};
+        by_lanes(std::min(BLOCK, n - begin), [&](std::int32_t i, int lanes) MARLHF_INLINE_BODY {
+            lane_sums += exponential(load_lanes(x + begin + i, lanes)).excess;
+        });
+        result += sum(lane_sums);
     }
-    return sum;
+    return result;
 }
 
-// Loss and statistics of n units, and d loss / d log_ratio of each. `kl` is the sum of e^x - 1 - x over them.
+// Loss and statistics of n units, and d loss / d log_ratio of each. `sums.kl` is the sum of e^x - 1 - x over them.
 void add_units(const Clips& clips, const float* log_ratios, const float* advantages, std::int32_t n, float weight,
                float* slopes, RowSums& sums) {
-    const float low = 1 - static_cast<float>(clips.low), high = 1 + static_cast<float>(clips.high);
+    const Float low = broadcast(1 - static_cast<float>(clips.low)), high = broadcast(1 + static_cast<float>(clips.high));
     const float dual = static_cast<float>(clips.dual);
+    const Float zero{};
     double loss_sum = 0;
-    float losses[BLOCK], ratios[BLOCK], excess[BLOCK];
+    Float largest_ratio{};
     for (std::int32_t begin = 0; begin < n; begin += BLOCK) {
-        const std::int32_t size = std::min(BLOCK, n - begin);
-        const float* log_ratio = log_ratios + begin;
-        const float* advantage = advantages + begin;
-        float* slope = slopes + begin;
-        std::int32_t num_clipped = 0, max_ratio = sums.largest_ratio;
-        for (std::int32_t i = 0; i < size; ++i) {
-            const float x = log_ratio[i], a = advantage[i];
-            float power;
-            exponential(x, power, excess[i]);
-            const float ratio = x > MAX_LOG_RATIO ? LARGEST_RATIO : x < -MAX_LOG_RATIO ? SMALLEST_RATIO : power;
-            const float unclipped = -a * ratio, clipped = -a * clamp(ratio, low, high), bound = -a * dual;
-            const bool is_clipped = clipped > unclipped;
-            float loss = is_clipped ? clipped : unclipped;
-            const bool is_bounded = (a < 0) & (bound < loss);
-            loss = is_bounded ? bound : loss;
-            const bool is_flat = is_clipped | is_bounded | (x > MAX_LOG_RATIO) | (x < -MAX_LOG_RATIO) | (a == 0);
-            losses[i] = a == 0 ? 0 : loss;
-            slope[i] = is_flat ? 0 : unclipped * weight;
-            ratios[i] = ratio;
+        Float losses{}, ratios{}, excess{};
+        Int num_clipped{};
+        by_lanes(std::min(BLOCK, n - begin), [&](std::int32_t i, int lanes) MARLHF_INLINE_BODY {
+            const Float x = load_lanes(log_ratios + begin + i, lanes), a = load_lanes(advantages + begin + i, lanes);
+            const Exponential e = exponential(x);
+            Float ratio = x > MAX_LOG_RATIO ? broadcast(LARGEST_RATIO) : e.power;
+            ratio = x < -MAX_LOG_RATIO ? broadcast(SMALLEST_RATIO) : ratio;
+            const Float unclipped = -a * ratio, clipped = -a * clamp(ratio, low, high), bound = -a * dual;
+            const Int is_clipped = clipped > unclipped;
+            const Float worse = is_clipped ? clipped : unclipped;
+            const Int is_bounded = (a < 0.0f) & (bound < worse);
+            const Float loss = is_bounded ? bound : worse;
+            const Int is_nothing = a == 0.0f;
+            const Int is_flat = is_clipped | is_bounded | is_nothing | (absolute(x) > MAX_LOG_RATIO);
+            losses += is_nothing ? zero : loss;
+            store_lanes(slopes + begin + i, is_flat ? zero : unclipped * weight, lanes);
+            excess += e.excess;
             num_clipped += is_clipped;
-            max_ratio = std::max(max_ratio, bits<std::int32_t>(ratio));
-        }
-        loss_sum += total(losses, size);
-        sums.ratio += total(ratios, size);
-        sums.kl += total(excess, size);
-        sums.clipped += num_clipped;
-        sums.largest_ratio = max_ratio;
+            const Float inside = lanes == LANES ? ratio : (first_lanes(lanes) ? ratio : zero);
+            ratios += inside;
+            largest_ratio = max(largest_ratio, inside);
+        });
+        loss_sum += sum(losses);
+        sums.ratio += sum(ratios);
+        sums.kl += sum(excess);
+        sums.clipped += number_of_true(num_clipped);
     }
     sums.loss = loss_sum * weight;
+    sums.largest_ratio = largest(largest_ratio);
     sums.units = n;
 }
 
@@ -105,23 +105,15 @@ MARLHF_FUNCTION(macro_policy_loss)(const MacroPolicyLossArguments* arguments) {
             add_units(a.clips, differences, advantages, count, weight, gradient, sums);
         } else {
             const double kl = sum_of_excess(differences, count);
-            float *log_ratios = space[0], *slopes = space[5];
-            for (std::int32_t macro = 0; macro < macros; ++macro) {
-                const std::int32_t start = actions.start(macro), length = actions.length(macro);
-                const double sum = total(differences + start, length);
-                log_ratios[macro] = static_cast<float>(a.level == MACRO_MEAN ? sum / length : sum);
-            }
-            float* first_advantages = space[1];
+            float *log_ratios = space[0], *first_advantages = space[1], *slopes = space[5];
+            weighted_sums(a.level == MACRO_MEAN ? MEAN : SUM, 1, differences, actions, log_ratios);
             for (std::int32_t macro = 0; macro < macros; ++macro)
                 first_advantages[macro] = advantages[actions.start(macro)];
             const float weight = static_cast<float>(a.normalizer.row_weight(macros));
             add_units(a.clips, log_ratios, first_advantages, macros, weight, slopes, sums);
             sums.kl = kl;
-            for (std::int32_t macro = 0; macro < macros; ++macro) {
-                const std::int32_t length = actions.length(macro);
-                const float slope = a.level == MACRO_MEAN ? slopes[macro] / static_cast<float>(length) : slopes[macro];
-                std::fill_n(gradient + actions.start(macro), length, slope);
-            }
+            if (a.level == MACRO_MEAN) divide_by_lengths(actions, slopes);
+            spread<1>({slopes}, actions, {gradient});
         }
         sums.tokens = count;
         sums.macros = macros;
@@ -136,7 +128,8 @@ MARLHF_FUNCTION(macro_policy_loss)(const MacroPolicyLossArguments* arguments) {
     a.statistics[0] = static_cast<float>(totals.per_unit(static_cast<double>(totals.clipped)));
     a.statistics[1] = static_cast<float>(totals.tokens ? totals.kl / static_cast<double>(totals.tokens) : 0);
     a.statistics[2] = totals.units ? static_cast<float>(totals.per_unit(totals.ratio)) : 1;
-    a.statistics[3] = totals.units ? bits<float>(totals.largest_ratio) : 1;
+    // A NaN is in the sum, but not always in the maximum.
+    a.statistics[3] = !totals.units ? 1 : totals.ratio == totals.ratio ? totals.largest_ratio : a.statistics[2];
     return OK;
 }
 

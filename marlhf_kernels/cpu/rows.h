@@ -12,6 +12,7 @@
 
 #include "api.h"
 #include "parallel.h"
+#include "simd.h"
 
 namespace marlhf::MARLHF_ISA {
 namespace {
@@ -19,52 +20,37 @@ namespace {
 // What an entry point returns.
 enum Status : int { OK, BROKEN_OFFSETS, TOO_LONG, NO_MEMORY };
 
-template <typename To, typename From>
-inline To bits(From from) {
-    static_assert(sizeof(To) == sizeof(From));
-    To to;
-    std::memcpy(&to, &from, sizeof(to));
-    return to;
+// For the lambdas that a loop by lanes is made of.
+#define MARLHF_INLINE_BODY __attribute__((always_inline))
+
+// Calls body(i, lanes) for i = 0, LANES, ... with the number of lanes that are inside of n.
+template <typename Body>
+MARLHF_INLINE void by_lanes(std::int32_t n, const Body& body) {
+    std::int32_t i = 0;
+    for (; i + LANES <= n; i += LANES) body(i, LANES);
+    if (i < n) body(i, n - i);
 }
 
-struct BFloat16 {
-    std::uint16_t raw;
+// 0 in the other lanes.
+template <typename T>
+MARLHF_INLINE Float load_lanes(const T* from, int lanes) {
+    return lanes == LANES ? load(from) : load_first(from, lanes);
+}
 
-    BFloat16() = default;
-    explicit BFloat16(float x) {
-        const std::uint32_t wide = bits<std::uint32_t>(x);
-        const std::uint32_t rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16;
-        raw = x == x ? static_cast<std::uint16_t>(rounded) : 0x7FC0;
-    }
-    explicit operator float() const { return bits<float>(static_cast<std::uint32_t>(raw) << 16); }
-};
+template <typename T>
+MARLHF_INLINE void store_lanes(T* to, Float x, int lanes) {
+    if (lanes == LANES)
+        store(to, x);
+    else
+        store_first(to, x, lanes);
+}
 
-struct Float16 {
-    std::uint16_t raw;
-
-    Float16() = default;
-    explicit Float16(float x) {
-        const std::uint32_t wide = bits<std::uint32_t>(x), sign = (wide >> 16) & 0x8000, size = wide & 0x7FFFFFFF;
-        std::uint32_t narrow;
-        if (size > 0x7F800000) {
-            narrow = 0x7E00;
-        } else if (size >= 0x477FF000) {  // 65520 and above round to infinity
-            narrow = 0x7C00;
-        } else if (size < 0x38800000) {  // below 2^-14: adding 0.5 rounds to a multiple of 2^-24
-            narrow = bits<std::uint32_t>(bits<float>(size) + 0.5f) - 0x3F000000;
-        } else {
-            narrow = (size - 0x38000000 + 0xFFF + ((size >> 13) & 1)) >> 13;
-        }
-        raw = static_cast<std::uint16_t>(sign | narrow);
-    }
-    explicit operator float() const {
-        const std::uint32_t size = raw & 0x7FFF, sign = static_cast<std::uint32_t>(raw & 0x8000) << 16;
-        // The exponent bias differs by 112; the product also makes subnormal numbers normal.
-        const float finite = bits<float>(size << 13) * bits<float>(0x77800000u);
-        const std::uint32_t special = 0x7F800000 | (size << 13);
-        return bits<float>(sign | (size >= 0x7C00 ? special : bits<std::uint32_t>(finite)));
-    }
-};
+template <typename To, typename From>
+void convert(const From* from, To* to, std::int32_t n) {
+    by_lanes(n, [&](std::int32_t i, int lanes) MARLHF_INLINE_BODY {
+        store_lanes(to + i, load_lanes(from + i, lanes), lanes);
+    });
+}
 
 // A tensor whose last axis is contiguous: `stride` counts elements from one row to the next.
 struct Tensor {
@@ -75,8 +61,8 @@ struct Tensor {
 
 inline float element(const Tensor& x, std::int64_t at) {
     switch (x.type) {
-        case BFLOAT16: return static_cast<float>(static_cast<const BFloat16*>(x.data)[at]);
-        case FLOAT16: return static_cast<float>(static_cast<const Float16*>(x.data)[at]);
+        case BFLOAT16: return load_one(static_cast<const BFloat16*>(x.data) + at);
+        case FLOAT16: return load_one(static_cast<const Float16*>(x.data) + at);
         default: return static_cast<const float*>(x.data)[at];
     }
 }
@@ -217,16 +203,17 @@ class Actions {
     float* results(float* target, float* space) const { return adjacent_ ? target + first_ : space; }
 
     // Writes one sequence of results, 0 where a token is no action.
-    template <typename From, typename To>
-    void place(const From* results, To* target) const {
+    template <typename To>
+    void place(const float* results, To* target) const {
+        const To zero{};
         if (adjacent_) {
-            std::fill(target, target + first_, To(0));
+            std::fill(target, target + first_, zero);
             if (static_cast<const void*>(results) != static_cast<const void*>(target + first_))
-                for (std::int32_t i = 0; i < count_; ++i) target[first_ + i] = To(results[i]);
-            std::fill(target + first_ + count_, target + length_, To(0));
+                convert(results, target + first_, count_);
+            std::fill(target + first_ + count_, target + length_, zero);
         } else {
-            std::fill(target, target + length_, To(0));
-            for (std::int32_t i = 0; i < count_; ++i) target[places_[i]] = To(results[i]);
+            std::fill(target, target + length_, zero);
+            for (std::int32_t i = 0; i < count_; ++i) store_one(target + places_[i], results[i]);
         }
     }
 
@@ -237,9 +224,9 @@ class Actions {
     template <typename From>
     void collect(const From* source, float* space) const {
         if (adjacent_)
-            for (std::int32_t i = 0; i < count_; ++i) space[i] = static_cast<float>(source[first_ + i]);
+            convert(source + first_, space, count_);
         else
-            for (std::int32_t i = 0; i < count_; ++i) space[i] = static_cast<float>(source[places_[i]]);
+            for (std::int32_t i = 0; i < count_; ++i) space[i] = load_one(source + places_[i]);
     }
 
     template <typename Id>
@@ -274,17 +261,19 @@ class Actions {
     static bool rises_by_steps(const Id* ids, std::int32_t count) {
         if (count == 0) return true;
         using Unsigned = std::make_unsigned_t<Id>;
-        bool broken = ids[0] != 0;
-        for (std::int32_t i = 1; i < count; ++i)
-            broken |= static_cast<Unsigned>(ids[i]) - static_cast<Unsigned>(ids[i - 1]) > 1;
-        return !broken;
+        Unsigned broken = static_cast<Unsigned>(ids[0]);
+        for (std::int32_t i = 1; i < count; ++i)  // a rise by 0 or 1 has no bit above the lowest
+            broken |= (static_cast<Unsigned>(ids[i]) - static_cast<Unsigned>(ids[i - 1])) >> 1;
+        return broken == 0;
     }
 
     template <typename Id>
     void mark_starts(const Id* ids) {
-        macros_ = count_ ? static_cast<std::int32_t>(ids[count_ - 1]) + 1 : 0;
-        for (std::int32_t i = count_ - 1; i >= 0; --i) starts_[ids[i]] = i;
-        starts_[macros_] = count_;
+        const std::int32_t count = count_, macros = count ? static_cast<std::int32_t>(ids[count - 1]) + 1 : 0;
+        std::int32_t* starts = starts_;
+        for (std::int32_t i = count - 1; i >= 0; --i) starts[ids[i]] = i;
+        starts[macros] = count;
+        macros_ = macros;
     }
 
     // Counting sort by id, which keeps the order inside a macro action.

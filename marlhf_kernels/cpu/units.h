@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "exponential.h"
 #include "rows.h"
 #include "weights.h"
 
@@ -26,7 +25,7 @@ struct Normalizer {
 struct RowSums {
     double loss = 0, kl = 0, ratio = 0;
     std::int64_t clipped = 0, units = 0, tokens = 0, macros = 0;
-    std::int32_t largest_ratio = 0;  // the bits of a positive float, which are ordered as the floats are
+    float largest_ratio = 0;
 };
 
 struct Totals : RowSums {
@@ -57,8 +56,19 @@ struct Totals : RowSums {
     double per_unit(double sum) const { return units ? sum / static_cast<double>(units) : 0; }
 };
 
-inline double total(const float* x, std::int32_t n) {
-    return sum_of(n, [x](std::int32_t i) -> double { return x[i]; });
+// How many tokens are summed up by lanes, in float32, before the sums are brought together in float64.
+constexpr std::int32_t BLOCK = 32 * LANES;
+
+MARLHF_INLINE Float clamp(Float x, Float low, Float high) {
+    const Float raised = x < low ? low : x;
+    return raised > high ? high : raised;
+}
+
+// A comparison is -1 in the lanes where it holds: minus the sum of comparisons.
+MARLHF_INLINE std::int32_t number_of_true(Int comparisons) {
+    std::int32_t result = 0;
+    for (int lane = 0; lane < LANES; ++lane) result -= comparisons[lane];
+    return result;
 }
 
 }  // namespace

@@ -7,29 +7,26 @@ namespace {
 
 enum Level : std::int64_t { TOKEN, MACRO };
 
-constexpr std::int32_t BLOCK = 256;
-
 // Loss and statistics of n units, and d loss / d value of each.
 void add_units(float clip, const float* values, const float* old_values, const float* returns, std::int32_t n,
                float weight, float* slopes, RowSums& sums) {
-    float losses[BLOCK];
+    const Float zero{};
     double loss_sum = 0;
     for (std::int32_t begin = 0; begin < n; begin += BLOCK) {
-        const std::int32_t size = std::min(BLOCK, n - begin);
-        const float *value = values + begin, *old = old_values + begin, *target = returns + begin;
-        float* slope = slopes + begin;
-        std::int32_t num_clipped = 0;
-        for (std::int32_t i = 0; i < size; ++i) {
-            const float error = value[i] - target[i];
-            const float held = clamp(value[i], old[i] - clip, old[i] + clip) - target[i];
-            const float unclipped = error * error, clipped = held * held;
-            const bool is_clipped = clipped > unclipped;
-            losses[i] = is_clipped ? clipped : unclipped;
-            slope[i] = is_clipped ? 0 : error * weight;
+        Float losses{};
+        Int num_clipped{};
+        by_lanes(std::min(BLOCK, n - begin), [&](std::int32_t i, int lanes) MARLHF_INLINE_BODY {
+            const Float value = load_lanes(values + begin + i, lanes), old = load_lanes(old_values + begin + i, lanes);
+            const Float target = load_lanes(returns + begin + i, lanes);
+            const Float error = value - target, held = clamp(value, old - clip, old + clip) - target;
+            const Float unclipped = error * error, clipped = held * held;
+            const Int is_clipped = clipped > unclipped;
+            losses += is_clipped ? clipped : unclipped;
+            store_lanes(slopes + begin + i, is_clipped ? zero : error * weight, lanes);
             num_clipped += is_clipped;
-        }
-        loss_sum += total(losses, size);
-        sums.clipped += num_clipped;
+        });
+        loss_sum += sum(losses);
+        sums.clipped += number_of_true(num_clipped);
     }
     sums.loss = 0.5 * loss_sum * weight;
     sums.units = n;
@@ -68,12 +65,9 @@ MARLHF_FUNCTION(macro_value_loss)(const MacroValueLossArguments* arguments) {
             add_units(clip, values, old_values, returns, count, weight, gradient, sums);
         } else {
             float *macro_values = space[4], *macro_old_values = space[5], *macro_returns = space[6];
-            for (std::int32_t macro = 0; macro < macros; ++macro) {
-                const std::int32_t start = actions.start(macro), length = actions.length(macro);
-                macro_values[macro] = static_cast<float>(weighted_sum(a.weights, 1, values + start, length));
-                macro_old_values[macro] = static_cast<float>(weighted_sum(a.weights, 1, old_values + start, length));
-                macro_returns[macro] = returns[start];
-            }
+            weighted_sums(a.weights, 1, values, actions, macro_values);
+            weighted_sums(a.weights, 1, old_values, actions, macro_old_values);
+            for (std::int32_t macro = 0; macro < macros; ++macro) macro_returns[macro] = returns[actions.start(macro)];
             float* slopes = space[7];
             const float weight = static_cast<float>(a.normalizer.row_weight(macros));
             add_units(clip, macro_values, macro_old_values, macro_returns, macros, weight, slopes, sums);
@@ -98,7 +92,9 @@ namespace {
 
 template <typename To>
 void scale(const float* gradient, std::int64_t size, float factor, To* result) {
-    for (std::int64_t i = 0; i < size; ++i) result[i] = To(gradient[i] * factor);
+    std::int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(result + i, load(gradient + i) * factor);
+    for (; i < size; ++i) store_one(result + i, gradient[i] * factor);
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "rows.h"
+
 namespace marlhf::MARLHF_ISA {
 namespace {
 
@@ -24,6 +26,10 @@ inline double sum_of(std::int32_t n, Term term) {
     return total;
 }
 
+inline double total(const float* x, std::int32_t n) {
+    return sum_of(n, [x](std::int32_t i) -> double { return x[i]; });
+}
+
 inline double harmonic(std::int32_t n) {
     return sum_of(n, [](std::int32_t i) { return 1.0 / (i + 1); });
 }
@@ -31,8 +37,8 @@ inline double harmonic(std::int32_t n) {
 // The weighted sum over the n tokens of a macro action. Only `discounted_sum` takes the discount.
 inline double weighted_sum(Weights weights, double discount, const float* x, std::int32_t n) {
     switch (weights) {
-        case SUM: return sum_of(n, [x](std::int32_t i) -> double { return x[i]; });
-        case MEAN: return sum_of(n, [x](std::int32_t i) -> double { return x[i]; }) / n;
+        case SUM: return total(x, n);
+        case MEAN: return total(x, n) / n;
         case FIRST: return x[0];
         case LAST: return x[n - 1];
         case POSITION: return sum_of(n, [x, n](std::int32_t i) { return x[i] / double(n - i); }) / harmonic(n);
@@ -44,6 +50,69 @@ inline double weighted_sum(Weights weights, double discount, const float* x, std
     double total = x[n - 1];
     for (std::int32_t i = n - 2; i >= 0; --i) total = x[i] + discount * total;
     return total;
+}
+
+inline bool adds_up(Weights weights) { return weights == SUM || weights == MEAN; }
+
+// The sum of each macro action, of N arrays at once: the work of finding one is shared.
+template <int N>
+void sums(const float* const (&x)[N], const Actions& actions, float* const (&result)[N]) {
+    const std::int32_t count = actions.count(), macros = actions.macros();
+    if (macros == count) {  // a token each
+        for (int i = 0; i < N; ++i) std::copy_n(x[i], count, result[i]);
+        return;
+    }
+    for (std::int32_t macro = 0; macro < macros; ++macro) {
+        const std::int32_t start = actions.start(macro), length = actions.length(macro);
+        if (length <= 2 * LANES && start + 2 * LANES <= count) {
+            // Most macro actions are this short. How short does not branch: a processor cannot foresee it.
+            const Int head = first_lanes(length), rest = first_lanes(length - LANES);
+            for (int i = 0; i < N; ++i)
+                result[i][macro] = sum((head ? load(x[i] + start) : Float{}) +
+                                       (rest ? load(x[i] + start + LANES) : Float{}));
+        } else {
+            for (int i = 0; i < N; ++i) result[i][macro] = static_cast<float>(total(x[i] + start, length));
+        }
+    }
+}
+
+inline void divide_by_lengths(const Actions& actions, float* result) {
+    for (std::int32_t macro = 0; macro < actions.macros(); ++macro)
+        result[macro] /= static_cast<float>(actions.length(macro));
+}
+
+// The weighted sum of each macro action.
+inline void weighted_sums(Weights weights, double discount, const float* x, const Actions& actions, float* result) {
+    if (adds_up(weights)) {
+        sums<1>({x}, actions, {result});
+        if (weights == MEAN) divide_by_lengths(actions, result);
+        return;
+    }
+    for (std::int32_t macro = 0; macro < actions.macros(); ++macro)
+        result[macro] = static_cast<float>(
+            weighted_sum(weights, discount, x + actions.start(macro), actions.length(macro)));
+}
+
+// Gives every token what its macro action has, in N arrays at once.
+template <int N>
+void spread(const float* const (&macro_x)[N], const Actions& actions, float* const (&result)[N]) {
+    const std::int32_t count = actions.count(), macros = actions.macros();
+    if (macros == count) {
+        for (int i = 0; i < N; ++i) std::copy_n(macro_x[i], count, result[i]);
+        return;
+    }
+    for (std::int32_t macro = 0; macro < macros; ++macro) {
+        const std::int32_t end = actions.start(macro + 1);
+        std::int32_t place = actions.start(macro);
+        // What this writes beyond the macro action is overwritten by the next ones.
+        for (; place < end && place + 2 * LANES <= count; place += 2 * LANES)
+            for (int i = 0; i < N; ++i) {
+                store(result[i] + place, broadcast(macro_x[i][macro]));
+                store(result[i] + place + LANES, broadcast(macro_x[i][macro]));
+            }
+        for (; place < end; ++place)
+            for (int i = 0; i < N; ++i) result[i][place] = macro_x[i][macro];
+    }
 }
 
 // result[i] = factor * the weight of token i.

@@ -39,7 +39,7 @@ Moments moments_of(const Number* x, const std::uint8_t* mask, std::int64_t size)
     double counts[LANES] = {}, sums[LANES] = {}, squares[LANES] = {};
     for (std::int64_t i = 0; i < size; ++i) {
         counts[i % LANES] += mask[i] != 0;
-        sums[i % LANES] += mask[i] ? static_cast<double>(static_cast<float>(x[i])) : 0.0;
+        sums[i % LANES] += mask[i] ? static_cast<double>(load_one(x + i)) : 0.0;
     }
     Moments moments;
     double sum = 0;
@@ -50,7 +50,7 @@ Moments moments_of(const Number* x, const std::uint8_t* mask, std::int64_t size)
     if (moments.count == 0) return moments;
     moments.mean = sum / moments.count;
     for (std::int64_t i = 0; i < size; ++i) {
-        const double difference = static_cast<double>(static_cast<float>(x[i])) - moments.mean;
+        const double difference = static_cast<double>(load_one(x + i)) - moments.mean;
         squares[i % LANES] += mask[i] ? difference * difference : 0.0;
     }
     for (double lane : squares) moments.squares += lane;
@@ -88,7 +88,7 @@ MARLHF_FUNCTION(masked_normalize)(int type, const void* x, const std::uint8_t* m
     parallel_for(size, PIECE, threads, [&](std::int64_t begin, std::int64_t end) {
         with_type(type, x, [&](const auto* numbers) {
             for (std::int64_t i = begin; i < end; ++i)
-                result[i] = mask[i] ? (static_cast<float>(numbers[i]) - mean) * scale + shift : 0.0f;
+                result[i] = mask[i] ? (load_one(numbers + i) - mean) * scale + shift : 0.0f;
         });
     });
     return OK;
