@@ -57,6 +57,6 @@ def macro_value_loss(
 def scale_gradient(gradient: Tensor, grad_output: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
     gradient = gradient.contiguous()
     result = gradient.new_empty(gradient.shape, dtype=dtype)
-    factor = grad_output.item() / count.item()
+    factor = (grad_output.to(count.dtype) / count).item()  # a normalizer may be 0
     _SCALE_GRADIENT.call(gradient.data_ptr(), gradient.numel(), factor, result.data_ptr(), TYPES[dtype])
     return result

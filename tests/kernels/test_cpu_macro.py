@@ -255,3 +255,12 @@ def test_small_divergences_keep_their_digits():
             # The series below 1e-4, where float64 cancels too.
             want = x * x / 2 - x**3 / 6 if abs(x) < 1e-4 else math.expm1(-x) + x
             assert got == pytest.approx(want, rel=5e-6, abs=1e-30)
+
+
+@pytest.mark.parametrize("op", ["policy", "value"])
+def test_a_normalizer_of_zero_divides_as_tensors_do(op):
+    """The caller's 0 gives infinite gradients, as it does in PyTorch, not an error out of backward."""
+    x = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    loss = mk.macro_policy_loss if op == "policy" else mk.macro_value_loss
+    loss(x, x.detach(), torch.ones(1, 2), torch.tensor([[0, 1]]), normalizer=0.0).loss.backward()
+    assert x.grad.isinf().all()
