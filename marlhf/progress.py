@@ -1,7 +1,7 @@
 """Progress of long loops: a bar with rate and time left on a terminal, a line every few seconds elsewhere."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -112,7 +112,7 @@ class Profile:
     """Where the wall time of a whole loop went, from the `time/<phase>` metrics of its iterations."""
 
     def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
         self._started = time.perf_counter()
 
     def add(self, metrics: Mapping[str, float]) -> None:
