@@ -26,8 +26,10 @@ class Tile(NamedTuple):
     warps: int
 
 
-TILES = (Tile(2, 64, 1), Tile(1, 512, 4), Tile(1, 1024, 8))
+TILES = (Tile(4, 64, 2), Tile(1, 512, 4), Tile(1, 1024, 8))
 """By length, on every architecture: 4 tokens a thread. With 8 the kernels spill registers."""
+MAX_REGISTERS = 128
+"""Of a thread: 16 warps fit on a multiprocessor."""
 _MOST_SPLITS = 64
 
 
@@ -81,8 +83,12 @@ class Walk:
         self.sizes = (self.rows, self.length // self.align, *(stride // self.align for stride in strides))
         """Arguments of the kernel: rows, length and the row strides."""
         self.shapes: dict[str, Any] = {
-            "R": self.tile.rows, "T": self.tile.tokens, "ALIGN": self.align, "num_warps": self.tile.warps,
-        }  # fmt: skip
+            "R": self.tile.rows,
+            "T": self.tile.tokens,
+            "ALIGN": self.align,
+            "num_warps": self.tile.warps,
+            "max_registers": MAX_REGISTERS,
+        }
 
     def outputs(self, number: int) -> tuple[Tensor, ...]:
         """Token-aligned float32 tensors that hold nothing yet."""

@@ -142,3 +142,13 @@ def k3(d):
     series = 1.0 / 6 - d * series
     series = 0.5 - d * series
     return tl.where(tl.abs(d) < 0.5, d * d * series, tl.exp(-d) - 1.0 + d)
+
+
+@triton.jit
+def power(base, n):
+    """base^n for base >= 0, n > 0: near 1, where n may be large, hardware's logarithm is too coarse for that."""
+    s = (base - 1.0) / (base + 1.0)
+    square = s * s
+    series = 2.0 * s * (1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9)))))
+    exponent = tl.where(tl.abs(base - 1.0) < 0.3, series * 1.4426950408889634, tl.log2(base))
+    return tl.exp2(n * exponent)

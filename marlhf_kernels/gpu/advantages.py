@@ -24,6 +24,7 @@ from marlhf_kernels.gpu._segments import (
     nearest_in_chunk,
     nearest_met,
     normalized,
+    power,
     weighted_sum,
 )
 from marlhf_kernels.gpu.launch import coefficient, launch, number, optional_coefficient
@@ -249,7 +250,6 @@ def _advantages(
 
     if values_ptr is not None:
         if REWARD_WEIGHTS == "position_reversed" or VALUE_WEIGHTS == "position_reversed":
-            tl.debug_barrier()
             count, harmonic, reward_sum, value_sum = zero, zero, zero, zero
             met = tl.full([R], BEFORE_ALL, tl.int32)
             for i in range(chunks):
@@ -267,11 +267,10 @@ def _advantages(
                     REWARD_WEIGHTS, VALUE_WEIGHTS, False,
                 )  # fmt: skip
 
-        tl.debug_barrier()
         next_value = zero
         if bootstrap_ptr is not None:
             next_value = tl.load(bootstrap_ptr + row, mask=live, other=0.0).to(tl.float32)
-        decay = discount * number(lam)
+        decay = number(lam)
         macros = largest + 1
         chunks = tl.cdiv(tl.max(macros, axis=0), T)
         advantage = zero
@@ -285,11 +284,11 @@ def _advantages(
             following = tl.where(macro + 1 < macros[:, None], following, next_value[:, None])
             if lengths_ptr is None:
                 g = tl.zeros_like(reward) + discount
-                link = tl.where(inside, decay, 1.0)
+                link = tl.where(inside, discount * decay, 1.0)
             else:
                 steps = tl.load(lengths_ptr + slot, mask=inside, other=1.0)
-                g = tl.exp2(steps * tl.log2(discount))
-                link = tl.where(inside, tl.exp2(steps * tl.log2(decay)), 1.0)
+                g = power(discount, steps)
+                link = tl.where(inside, g * power(decay, steps), 1.0)
             delta = tl.where(inside, reward + g * following - value, 0.0)
             advantages, advantage = linked_sum(delta, link, advantage, True)
             tl.store(advantages_ptr + slot, advantages, mask=inside)
@@ -351,7 +350,8 @@ def _reduce_chunk(
     """Reduce the tensors whose weights belong to this sweep, into slots; returns what is carried to the next chunk.
 
     The token of a macro action that the sweep meets last in a chunk writes the slot. Where the macro action goes on
-    in the next chunk, that one writes the slot again: no border of chunks is a special case.
+    in the next chunk, that one writes the slot again: no border of chunks is a special case. The barrier keeps the
+    two writes in order, and puts all of them before the next sweep.
     """
     REWARDS: tl.constexpr = (REWARD_WEIGHTS != "position_reversed") == REVERSE
     VALUES: tl.constexpr = (VALUE_WEIGHTS != "position_reversed") == REVERSE

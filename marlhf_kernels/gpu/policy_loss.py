@@ -155,7 +155,6 @@ def _policy_loss(
 
     macros = tl.max(largest, axis=1) + 1
     if firsts_ptr is not None:
-        tl.debug_barrier()
         if PER_SEQUENCE:
             row_weight = 1.0 / tl.maximum(macros.to(tl.float32), 1.0)
         for i in range(tl.cdiv(tl.max(macros, axis=0), T)):

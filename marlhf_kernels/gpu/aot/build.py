@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from marlhf_kernels.gpu.aot.case import Case
-from marlhf_kernels.gpu.launch import intercepted
+from marlhf_kernels.gpu.launch import intercepted, options_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = 48 * 1024
@@ -47,6 +47,7 @@ class Specialization:
     aligned: tuple[int, ...]
     """Positions of the arguments whose address the compiler knows to be a multiple of 16 bytes."""
     num_warps: int
+    max_registers: int | None
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,23 @@ def specializations(run: Callable[[], object]) -> list[Specialization]:
     found: list[Specialization] = []
 
     def note(
-        kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps: int, constexprs: dict[str, Any]
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        num_warps: int,
+        max_registers: int | None,
+        constexprs: dict[str, Any],
     ) -> None:
-        found.append(_specialize(kernel, args, num_warps, constexprs))
+        found.append(_specialize(kernel, args, num_warps, max_registers, constexprs))
 
     with intercepted(note):
         run()
     return found
 
 
-def _specialize(kernel: Any, args: tuple[Any, ...], num_warps: int, constexprs: dict[str, Any]) -> Specialization:
+def _specialize(
+    kernel: Any, args: tuple[Any, ...], num_warps: int, max_registers: int | None, constexprs: dict[str, Any]
+) -> Specialization:
     signature, constants, aligned = [], dict(constexprs), []
     positional = iter(args)
     for position, parameter in enumerate(kernel.params):
@@ -113,7 +121,9 @@ def _specialize(kernel: Any, args: tuple[Any, ...], num_warps: int, constexprs: 
             if not parameter.do_not_specialize:
                 raise TypeError(f"{kernel.__name__} would compile anew for values of {name}: mark it do_not_specialize")
             signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
-    return Specialization(kernel, tuple(signature), tuple(sorted(constants.items())), tuple(aligned), num_warps)
+    return Specialization(
+        kernel, tuple(signature), tuple(sorted(constants.items())), tuple(aligned), num_warps, max_registers
+    )
 
 
 @functools.cache
@@ -130,7 +140,7 @@ def compile_for(target: str, which: Specialization) -> Needs:
             attrs={(position,): [["tt.divisibility", 16]] for position in which.aligned},
         ),
         target=where,
-        options={"num_warps": which.num_warps},
+        options=options_of(which.num_warps, which.max_registers, amd),
     )
     registers, spilled, load_bits, float64 = (
         _read_amd(compiled.asm["amdgcn"]) if amd else _read_nvidia(compiled.asm["ptx"], compiled.asm["cubin"])

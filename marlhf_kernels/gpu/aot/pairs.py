@@ -21,12 +21,11 @@ def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
         chosen = dict(next(iter(open_pairs)))
         for name in names:
             if name not in chosen:
-                chosen[name] = max(
-                    range(len(axes[name])),
-                    key=lambda option, name=name: sum(
-                        _pair(names, (name, option), other) in open_pairs for other in chosen.items()
-                    ),
-                )
+                met = [
+                    sum(_pair(names, (name, option), other) in open_pairs for other in chosen.items())
+                    for option in range(len(axes[name]))
+                ]
+                chosen[name] = met.index(max(met))
         for pair in combinations(((name, chosen[name]) for name in names), 2):
             open_pairs.pop(pair, None)
         settings.append({name: axes[name][chosen[name]] for name in names})
