@@ -10,7 +10,7 @@ from marlhf_kernels import segmentation
 from tests.cases import calls, oracle
 from tests.cases.batches import make_batch
 from tests.cases.checks import check_call, run_with_gradient
-from tests.cases.compare import assert_close
+from tests.cases.compare import assert_close, assert_same_bits
 from tests.cases.shapes import random_rows
 
 # With chunks of 2: macro actions that end at a border, cross one or several, and are followed by holes up to one or
@@ -170,7 +170,7 @@ def test_ids_beyond_num_macros_are_dropped():
 
 
 @pytest.mark.parametrize("call", calls.ONE_EACH, ids=str)
-@pytest.mark.parametrize("offsets", [[0, 5, 3, 9], [0, 4, 1000, 2000], [-7, 2, 4, 9], [7, 7, 0, -3], [2**31 - 1] * 4])
+@pytest.mark.parametrize("offsets", [[0, 5, 3, 9], [-7, 4, 1000, 2**31 - 1], [7, 7, 0, -(2**31)]])
 def test_any_offsets_are_memory_safe(call, offsets):
     """cu_seqlens that describe no packing, which a GPU does not read back: nothing outside of the tensors changes."""
     batch = make_batch([[0, 0, 1], [0, 1], [0, 1, 1, 2]], "packed", torch.float32)
@@ -180,7 +180,7 @@ def test_any_offsets_are_memory_safe(call, offsets):
     before = {name: x.clone() for name, x in batch.fields.items()}
     run_with_gradient(call, batch)
     for name, x in before.items():
-        assert torch.equal(batch[name], x)
+        assert_same_bits(batch[name], x, name)
     batch.keywords["cu_seqlens"] = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
     for a, b in zip(run_with_gradient(call, batch)[0], want[0], strict=True):
         assert_close(a, b)

@@ -22,7 +22,6 @@ from marlhf_kernels.gpu.launch import intercepted, options_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = 48 * 1024
-VECTOR_BITS = 128
 
 _TYPES = {
     torch.float32: "fp32",
@@ -76,6 +75,11 @@ class Needs:
         if self.float64:
             found.append("computes in float64")
         return [f"{self.kernel} {words}" for words in found]
+
+
+def vector_bits(target: str) -> int:
+    """Of a load that is wide enough: each of the 64 lanes of AMD's waves need load only half as much as one of 32."""
+    return 64 if target.startswith("gfx") else 128
 
 
 def specializations(run: Callable[[], object]) -> list[Specialization]:
