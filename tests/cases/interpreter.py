@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 import pytest
-from triton.runtime.interpreter import InterpretedFunction, ScanOps
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, ScanOps
 
 
 def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +42,39 @@ def _scan(self: Any, operands: Any) -> list[Any]:
         self.to_tensor(numpy.moveaxis(x, 0, self.axis), operand.dtype)
         for x, operand in zip(scanned, operands, strict=True)
     ]
+
+
+class Traffic:
+    """Bytes that kernels move between memory and a cache that keeps everything: each place is moved once a direction.
+
+    What a kernel wrote itself it reads from the cache.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: dict[int, int] = {}
+        self.written: dict[int, int] = {}
+        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+        def noting_load(builder: Any, places: Any, mask: Any, *rest: Any) -> Any:
+            for place, size in _places(places, mask):
+                if place not in self.written:
+                    self.read[place] = size
+            return load(builder, places, mask, *rest)
+
+        def noting_store(builder: Any, places: Any, value: Any, mask: Any, *rest: Any) -> Any:
+            self.written.update(_places(places, mask))
+            return store(builder, places, value, mask, *rest)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noting_load)
+        monkeypatch.setattr(InterpreterBuilder, "create_masked_store", noting_store)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.read.values()) + sum(self.written.values())
+
+
+def _places(pointers: Any, mask: Any) -> list[tuple[int, int]]:
+    """Address and size of what is touched."""
+    size = max(pointers.get_element_ty().primitive_bitwidth, 8) // 8
+    chosen = numpy.broadcast_to(mask.data, pointers.data.shape)
+    return [(int(place), size) for place in pointers.data[chosen]]

@@ -1,5 +1,6 @@
 """How the Triton backend walks over sequences: borders of chunks, what it launches, ids and offsets that are wrong."""
 
+import os
 import random
 
 import pytest
@@ -184,3 +185,54 @@ def test_any_offsets_are_memory_safe(call, offsets):
     batch.keywords["cu_seqlens"] = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
     for a, b in zip(run_with_gradient(call, batch)[0], want[0], strict=True):
         assert_close(a, b)
+
+
+@pytest.fixture
+def traffic(gpu, monkeypatch):
+    """Counts bytes in the interpreter."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("only the interpreter shows what a kernel loads and stores")
+    from tests.cases.interpreter import Traffic
+
+    return Traffic(monkeypatch)
+
+
+@pytest.mark.parametrize("layout", ["right", "packed"])
+@pytest.mark.parametrize(
+    ("call", "per_token"),
+    [
+        (calls.rollout_call(kl_coef=0.1), 32),
+        (calls.gae_call(), 20),
+        (calls.kl_call(kl_coef=0.1), 20),
+        (calls.policy_call(), 20),
+        (calls.value_call(), 20),
+        (calls.reduce_call(num_macros=3), 8),
+        (calls.lengths_call(num_macros=3), 4),
+        (calls.BROADCAST, 8),
+    ],
+    ids=str,
+)
+def test_bytes_moved(call, per_token, layout, traffic):
+    """What the docstrings say for float32 and int32 ids; beside it only what is per sequence or per macro action."""
+    rows, length = 3, 40
+    batch = make_batch([[t // 20 for t in range(length)]] * rows, layout, torch.float32)
+    call.run(batch)
+    tokens = batch.macro_ids.numel()
+    assert per_token * tokens <= traffic.bytes <= per_token * tokens + 40 * rows
+
+
+@pytest.mark.parametrize(
+    ("build", "per_token"),
+    [
+        (lambda mask, x: segmentation.fixed_ngram(mask, 3), 5),
+        (lambda mask, x: segmentation.from_ends(mask, mask), 5),
+        (lambda mask, x: segmentation.from_ends(mask, ~mask), 6),
+        (lambda mask, x: segmentation.perplexity(mask, x), 9),
+        (lambda mask, x: segmentation.isolate_last(torch.zeros(mask.shape, dtype=torch.int32)), 8),
+    ],
+)
+def test_bytes_moved_by_builders(build, per_token, traffic):
+    """Mask, what is given beside it, and the ids: each once."""
+    mask = torch.ones(3, 40, dtype=torch.bool)
+    build(mask, torch.randn(3, 40))
+    assert traffic.bytes == per_token * mask.numel()
