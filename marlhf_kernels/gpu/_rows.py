@@ -26,8 +26,11 @@ class Tile(NamedTuple):
     warps: int
 
 
-TILES = (Tile(4, 64, 2), Tile(1, 512, 4), Tile(1, 1024, 8))
-"""By length, on every architecture: 4 tokens a thread. With 8 the kernels spill registers."""
+TILES = (Tile(1, 128, 1), Tile(1, 512, 4), Tile(1, 1024, 8))
+"""By length, on every architecture: 4 tokens a thread. With 8, or with several rows, the kernels spill registers.
+
+A short row is one warp's, which needs no barrier and no shared memory; many such programs fit on a multiprocessor.
+"""
 MAX_REGISTERS = 128
 """Of a thread: 16 warps fit on a multiprocessor."""
 _MOST_SPLITS = 64
@@ -35,7 +38,7 @@ _MOST_SPLITS = 64
 
 def tile_for(rows: int, longest: int) -> Tile:
     """The tile for `rows` sequences of at most about `longest` tokens."""
-    if interpreted():  # where every chunk and every step of a scan take their time
+    if interpreted():  # where every program, every chunk and every step of a scan take their time
         longest = _power_of_two(longest)
         return Tile(min(64, _power_of_two(rows)), min(longest, max(16, longest // 8), 1024), 1)
     return next((tile for tile in TILES if longest <= tile.tokens), TILES[-1])
@@ -120,7 +123,7 @@ def rows_of_program(cu_seqlens, rows, length, R: tl.constexpr, ALIGN: tl.constex
 def row_start(cu_seqlens, row, start, stride, ALIGN: tl.constexpr):
     """`[R]` where the rows of an input start: a padded one may have any row stride."""
     if cu_seqlens is None:
-        return row.to(tl.int64) * (stride * ALIGN)
+        return row.to(tl.int64) * stride * ALIGN
     else:
         return start
 

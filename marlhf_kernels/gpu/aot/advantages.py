@@ -49,7 +49,7 @@ def _rollout(
     name = f"{tokens}, {dtype}, {ids}, {kl}, {rewards}, {values}, {per}" + "".join(
         f", {word}" for word, given in (("bootstrap", bootstrap), ("clip", clip), ("on device", on_device)) if given
     )
-    return Case("rollout_advantages", name, run, quick, tokens.vector, tokens.registers)
+    return Case("rollout_advantages", name, run, quick, tokens.vector)
 
 
 def _gae(
@@ -68,7 +68,6 @@ def _gae(
         ),
         quick,
         tokens.vector,
-        tokens.registers,
     )  # fmt: skip
 
 
@@ -82,7 +81,6 @@ def _kl(tokens: Tokens = ROW, dtype: torch.dtype = torch.float32, kl: str = "k1"
         ),
         quick,
         tokens.vector,
-        tokens.registers,
     )  # fmt: skip
 
 

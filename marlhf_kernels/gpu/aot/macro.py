@@ -20,7 +20,6 @@ def _reduce(
         lambda: macro.macro_reduce(tokens.floats(dtype), tokens.ids(), weights, hosted(), 100, *tokens.where),
         quick,
         tokens.vector,
-        tokens.registers,
     )
 
 
@@ -35,7 +34,6 @@ def _reduce_backward(
         ),
         quick,
         tokens.vector,
-        tokens.registers,
     )
 
 
@@ -46,7 +44,6 @@ def _broadcast(tokens: Tokens, dtype: torch.dtype, quick: bool = False) -> Case:
         lambda: macro.macro_broadcast(meta(tokens.rows, 100, dtype=dtype), tokens.ids(), *tokens.where),
         quick,
         tokens.vector,
-        tokens.registers,
     )
 
 
@@ -57,7 +54,6 @@ def _lengths(tokens: Tokens, quick: bool = False) -> Case:
         lambda: macro.macro_lengths(tokens.ids(), 100, *tokens.where),
         quick,
         tokens.vector,
-        tokens.registers,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marlhf_kernels.gpu.aot.case import RESIDENT_WARPS_REGISTERS, meta
+from marlhf_kernels.gpu.aot.case import meta
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,6 @@ class Tokens:
     def vector(self) -> bool:
         """Are rows aligned, so that loads can be wide?"""
         return not self.packed and self.length % 16 == 0
-
-    @property
-    def registers(self) -> int:
-        """One entry a load: each has its own address, and every scan its own shuffles."""
-        return RESIDENT_WARPS_REGISTERS if self.vector else 168
 
 
 ROW = Tokens("rows", 256, 1024)
