@@ -31,8 +31,8 @@ TILES = (Tile(1, 128, 1), Tile(1, 512, 4), Tile(1, 1024, 8))
 
 A short row is one warp's, which needs no barrier and no shared memory; many such programs fit on a multiprocessor.
 """
-MAX_REGISTERS = 128
-"""Of a thread: 16 warps fit on a multiprocessor."""
+MAX_REGISTERS, MAX_REGISTERS_UNALIGNED = 128, 168
+"""Of a thread: 16 warps fit on a multiprocessor, or 12 where each entry of an unaligned row has its own address."""
 _MOST_SPLITS = 64
 
 
@@ -90,7 +90,7 @@ class Walk:
             "T": self.tile.tokens,
             "ALIGN": self.align,
             "num_warps": self.tile.warps,
-            "max_registers": MAX_REGISTERS,
+            "max_registers": MAX_REGISTERS if self.align > 1 else MAX_REGISTERS_UNALIGNED,
         }
 
     def outputs(self, number: int) -> tuple[Tensor, ...]:

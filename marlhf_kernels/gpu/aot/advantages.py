@@ -49,7 +49,7 @@ def _rollout(
     name = f"{tokens}, {dtype}, {ids}, {kl}, {rewards}, {values}, {per}" + "".join(
         f", {word}" for word, given in (("bootstrap", bootstrap), ("clip", clip), ("on device", on_device)) if given
     )
-    return Case("rollout_advantages", name, run, quick, tokens.vector)
+    return Case("rollout_advantages", name, run, quick, tokens.vector, tokens.registers)
 
 
 def _gae(
@@ -68,6 +68,7 @@ def _gae(
         ),
         quick,
         tokens.vector,
+        tokens.registers,
     )  # fmt: skip
 
 
@@ -81,6 +82,7 @@ def _kl(tokens: Tokens = ROW, dtype: torch.dtype = torch.float32, kl: str = "k1"
         ),
         quick,
         tokens.vector,
+        tokens.registers,
     )  # fmt: skip
 
 

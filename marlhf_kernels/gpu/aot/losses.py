@@ -39,7 +39,7 @@ def _policy(
         )
 
     name = f"{tokens}, {level}, {normalize_by}, {dtype}" + ", dual clip" * dual + ", on device" * on_device
-    return Case("macro_policy_loss", name, run, quick, tokens.vector)
+    return Case("macro_policy_loss", name, run, quick, tokens.vector, tokens.registers)
 
 
 def _value(
@@ -67,6 +67,7 @@ def _value(
         ),
         quick,
         tokens.vector,
+        tokens.registers,
     )
 
 

@@ -20,6 +20,7 @@ def _reduce(
         lambda: macro.macro_reduce(tokens.floats(dtype), tokens.ids(), weights, hosted(), 100, *tokens.where),
         quick,
         tokens.vector,
+        tokens.registers,
     )
 
 
@@ -34,6 +35,7 @@ def _reduce_backward(
         ),
         quick,
         tokens.vector,
+        tokens.registers,
     )
 
 
@@ -44,6 +46,7 @@ def _broadcast(tokens: Tokens, dtype: torch.dtype, quick: bool = False) -> Case:
         lambda: macro.macro_broadcast(meta(tokens.rows, 100, dtype=dtype), tokens.ids(), *tokens.where),
         quick,
         tokens.vector,
+        tokens.registers,
     )
 
 
@@ -54,6 +57,7 @@ def _lengths(tokens: Tokens, quick: bool = False) -> Case:
         lambda: macro.macro_lengths(tokens.ids(), 100, *tokens.where),
         quick,
         tokens.vector,
+        tokens.registers,
     )
 
 

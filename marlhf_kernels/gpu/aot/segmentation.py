@@ -17,6 +17,7 @@ def _fixed(tokens: Tokens, n: int | None, quick: bool = False) -> Case:
         lambda: segmentation.fixed_ngram(tokens.mask(), n, *tokens.where),
         quick,
         vector=False,
+        registers=tokens.registers,
     )
 
 
@@ -27,6 +28,7 @@ def _ends(tokens: Tokens) -> Case:
         lambda: segmentation.from_ends(tokens.mask(), tokens.mask(), *tokens.where),
         quick=tokens is ROW,
         vector=False,
+        registers=tokens.registers,
     )
 
 
@@ -37,6 +39,7 @@ def _bounds(tokens: Tokens, dtype: torch.dtype) -> Case:
         lambda: segmentation.from_bounds(tokens.mask(), meta(tokens.rows, 12, dtype=dtype), *tokens.where),
         quick=tokens is ROW and dtype is torch.int64,
         vector=False,
+        registers=tokens.registers,
     )
 
 
@@ -57,6 +60,7 @@ def _isolate(tokens: Tokens, ids: torch.dtype) -> Case:
         lambda: segmentation.isolate_last(tokens.ids(ids), *tokens.where),
         quick=tokens is ROW and ids is torch.int32,
         vector=tokens.vector,
+        registers=tokens.registers,
     )
 
 

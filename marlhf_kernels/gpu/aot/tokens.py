@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from marlhf_kernels.gpu._rows import MAX_REGISTERS, MAX_REGISTERS_UNALIGNED
 from marlhf_kernels.gpu.aot.case import meta
 
 
@@ -47,6 +48,10 @@ class Tokens:
     def vector(self) -> bool:
         """Are rows aligned, so that loads can be wide?"""
         return not self.packed and self.length % 16 == 0
+
+    @property
+    def registers(self) -> int:
+        return MAX_REGISTERS if self.vector else MAX_REGISTERS_UNALIGNED
 
 
 ROW = Tokens("rows", 256, 1024)
