@@ -17,8 +17,13 @@ OLDEST = (3, 4)
 INTERPRET = "TRITON_INTERPRET"
 
 OPS = {
-    "logprobs": ("token_logprobs", "token_logprobs_backward", "token_logprobs_backward_"),
+    "advantages": ("kl_penalized_rewards", "macro_gae", "rollout_advantages"),
     "elementwise": ("scale_gradient", "action_labels", "policy_penalty"),
+    "logprobs": ("token_logprobs", "token_logprobs_backward", "token_logprobs_backward_"),
+    "macro": ("macro_broadcast", "macro_lengths", "macro_reduce", "macro_reduce_backward"),
+    "policy_loss": ("macro_policy_loss",),
+    "segmentation": ("fixed_ngram", "from_bounds", "from_ends", "isolate_last", "perplexity"),
+    "value_loss": ("macro_value_loss",),
     "whiten": ("masked_moments", "masked_normalize"),
 }
 """The ops by the module that has them."""

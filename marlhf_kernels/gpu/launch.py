@@ -25,7 +25,7 @@ VECTOR = 16
 """Entries: where this divides base address, strides and lengths, loads of every dtype are as wide as the device has."""
 
 Starter = Callable[..., None]
-"""Called as `starter(kernel, grid, args, num_warps, constexprs)`."""
+"""Called as `starter(kernel, grid, args, num_warps, max_registers, constexprs)`."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -33,10 +33,21 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constexprs: Any) -> None:
-    """Start `kernel` on the device of its first tensor; nothing where the grid is empty."""
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int,
+    max_registers: int | None = None,
+    **constexprs: Any,
+) -> None:
+    """Start `kernel` on the device of its first tensor; nothing where the grid is empty.
+
+    `max_registers` is what a thread may take on CUDA. Left to itself, its assembler spills a few to let more warps
+    reside, which a kernel that waits at barriers gains nothing from.
+    """
     if 0 not in grid:
-        _starter.get()(kernel, grid, args, num_warps, constexprs)
+        _starter.get()(kernel, grid, args, num_warps, max_registers, constexprs)
 
 
 @contextlib.contextmanager
@@ -50,12 +61,24 @@ def intercepted(starter: Starter) -> Iterator[None]:
 
 
 def start(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps: int, constexprs: dict[str, Any]
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    num_warps: int,
+    max_registers: int | None,
+    constexprs: dict[str, Any],
 ) -> None:
     """What `launch` does unless intercepted."""
     device = next(x.device for x in args if isinstance(x, Tensor))
     with _current(device):
-        kernel[grid](*args, num_warps=num_warps, **constexprs)
+        kernel[grid](*args, **options_of(num_warps, max_registers, torch.version.hip is not None), **constexprs)
+
+
+def options_of(num_warps: int, max_registers: int | None, amd: bool) -> dict[str, int]:
+    """The options of a compilation; AMD's compiler knows no limit of registers by that name."""
+    if max_registers is None or amd:
+        return {"num_warps": num_warps}
+    return {"num_warps": num_warps, "maxnreg": max_registers}
 
 
 _starter: contextvars.ContextVar[Starter] = contextvars.ContextVar("marlhf_starter", default=start)

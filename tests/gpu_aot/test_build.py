@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from marlhf_kernels.gpu import logprobs, whiten
-from marlhf_kernels.gpu.aot.build import TARGETS, VECTOR_BITS, compile_for, specializations
+from marlhf_kernels.gpu.aot.build import TARGETS, compile_for, specializations, vector_bits
 from marlhf_kernels.gpu.aot.case import hosted, meta
 from marlhf_kernels.gpu.aot.cases import ALL
 from marlhf_kernels.gpu.launch import launch
@@ -29,12 +29,12 @@ from marlhf_kernels.gpu.launch import launch
     "case", [pytest.param(case, id=str(case), marks=[] if case.quick else pytest.mark.slow) for case in ALL]
 )
 def test_needs(case, target):
-    """No spill, no float64, registers and shared memory within the limits, and a load of 128 bits where one can be."""
+    """No spill, no float64, registers and shared memory within the limits, and wide loads where they can be."""
     needs = [compile_for(target, which) for which in specializations(case.run)]
     assert needs
     assert [words for one in needs for words in one.excess(case)] == []
     if case.vector:
-        assert max(one.load_bits for one in needs) >= VECTOR_BITS
+        assert max(one.load_bits for one in needs) >= vector_bits(target)
 
 
 def test_every_op_is_compiled():

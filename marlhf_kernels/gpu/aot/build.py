@@ -18,17 +18,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from marlhf_kernels.gpu.aot.case import Case
-from marlhf_kernels.gpu.launch import intercepted
+from marlhf_kernels.gpu.launch import intercepted, options_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = 48 * 1024
-VECTOR_BITS = 128
 
 _TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float64: "fp64",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",
@@ -46,6 +46,7 @@ class Specialization:
     aligned: tuple[int, ...]
     """Positions of the arguments whose address the compiler knows to be a multiple of 16 bytes."""
     num_warps: int
+    max_registers: int | None
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,33 @@ class Needs:
         return [f"{self.kernel} {words}" for words in found]
 
 
+def vector_bits(target: str) -> int:
+    """Of a load that is wide enough: each of the 64 lanes of AMD's waves need load only half as much as one of 32."""
+    return 64 if target.startswith("gfx") else 128
+
+
 def specializations(run: Callable[[], object]) -> list[Specialization]:
     """One for each launch that `run` makes, in order."""
     found: list[Specialization] = []
 
     def note(
-        kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps: int, constexprs: dict[str, Any]
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        num_warps: int,
+        max_registers: int | None,
+        constexprs: dict[str, Any],
     ) -> None:
-        found.append(_specialize(kernel, args, num_warps, constexprs))
+        found.append(_specialize(kernel, args, num_warps, max_registers, constexprs))
 
     with intercepted(note):
         run()
     return found
 
 
-def _specialize(kernel: Any, args: tuple[Any, ...], num_warps: int, constexprs: dict[str, Any]) -> Specialization:
+def _specialize(
+    kernel: Any, args: tuple[Any, ...], num_warps: int, max_registers: int | None, constexprs: dict[str, Any]
+) -> Specialization:
     signature, constants, aligned = [], dict(constexprs), []
     positional = iter(args)
     for position, parameter in enumerate(kernel.params):
@@ -112,7 +125,9 @@ def _specialize(kernel: Any, args: tuple[Any, ...], num_warps: int, constexprs: 
             if not parameter.do_not_specialize:
                 raise TypeError(f"{kernel.__name__} would compile anew for values of {name}: mark it do_not_specialize")
             signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
-    return Specialization(kernel, tuple(signature), tuple(sorted(constants.items())), tuple(aligned), num_warps)
+    return Specialization(
+        kernel, tuple(signature), tuple(sorted(constants.items())), tuple(aligned), num_warps, max_registers
+    )
 
 
 @functools.cache
@@ -129,7 +144,7 @@ def compile_for(target: str, which: Specialization) -> Needs:
             attrs={(position,): [["tt.divisibility", 16]] for position in which.aligned},
         ),
         target=where,
-        options={"num_warps": which.num_warps},
+        options=options_of(which.num_warps, which.max_registers, amd),
     )
     registers, spilled, load_bits, float64 = (
         _read_amd(compiled.asm["amdgcn"]) if amd else _read_nvidia(compiled.asm["ptx"], compiled.asm["cubin"])

@@ -22,7 +22,7 @@ class Case:
     quick: bool = False
     """One of the few that stand for the others where time is short."""
     vector: bool = True
-    """Its widest load must be 128 bits: a whole vector of aligned memory."""
+    """Its widest load must be a whole vector of aligned memory."""
     registers: int = RESIDENT_WARPS_REGISTERS
     """A thread may use so many."""
 

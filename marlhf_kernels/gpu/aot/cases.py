@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from marlhf_kernels.gpu.aot import elementwise, logprobs, whiten
+from marlhf_kernels.gpu.aot import advantages, elementwise, logprobs, losses, macro, segmentation, whiten
 
-ALL = [*logprobs.CASES, *whiten.CASES, *elementwise.CASES]
+ALL = [
+    *logprobs.CASES,
+    *whiten.CASES,
+    *elementwise.CASES,
+    *advantages.CASES,
+    *macro.CASES,
+    *losses.CASES,
+    *segmentation.CASES,
+]
