@@ -17,7 +17,7 @@ from marlhf_kernels.gpu.aot.build import specializations
 from marlhf_kernels.gpu.aot.case import hosted
 from marlhf_kernels.gpu.aot.tokens import Tokens
 
-LENGTHS = (1, 2, 15, 16, 17, 50, 64, 65, 100, 512, 513, 1000, 1024, 2048, 5000, 131072)
+LENGTHS = (1, 2, 15, 16, 17, 50, 64, 65, 100, 300, 512, 513, 1000, 1024, 2048, 5000, 131072)
 OPS = {
     "rollout_advantages": lambda t, x: advantages.rollout_advantages(
         t.per_row(), t.floats(), t.floats(), t.floats(), t.ids(),
