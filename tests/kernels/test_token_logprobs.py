@@ -338,7 +338,9 @@ def test_the_same_bits_every_run_and_the_same_numbers_row_by_row(dtype):
 
 
 @pytest.mark.parametrize(
-    "view", [lambda x: x[:, :-1], lambda x: x.transpose(0, 1), lambda x: x[:, :2].transpose(0, 1)], ids=str
+    "view",
+    [lambda x: x[:, :-1], lambda x: x.transpose(0, 1), lambda x: x[:, :2].transpose(0, 1)],
+    ids=["cut", "turned", "cut and turned"],
 )
 def test_inplace_backward_of_strided_logits(view):
     """Logits that are a part of a larger tensor, or transposed: the gradient is written where they lie."""
