@@ -11,8 +11,10 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 PYTEST := $(RUN) --backend reference --backend cpu
 # Triton's kernels on CPU tensors; apart, for a kernel is decorated for the interpreter or for a GPU.
 INTERPRET := TRITON_INTERPRET=1 $(RUN) --backend gpu
-# Of each kind of kernel the tests that find most; `make test-all` runs every kernel test.
-INTERPRETED := tests/kernels/test_gpu_launches.py tests/kernels/test_token_logprobs.py tests/kernels/test_whiten.py
+# Of each kind of kernel the tests that find most; `make test-all` runs those of every op.
+INTERPRETED := $(addprefix tests/kernels/test_,gpu_launches.py token_logprobs.py whiten.py)
+INTERPRETED_ALL := $(INTERPRETED) $(addprefix tests/kernels/test_,gpu_walks.py advantages.py macro.py policy_loss.py \
+	value_loss.py segmentation.py golden.py token_ppo.py)
 
 .PHONY: setup demo test test-all test-long bench bench-quick lint clean
 
@@ -40,10 +42,10 @@ test: lint
 # What `make test` leaves out.
 test-all: setup
 	$(PYTEST) -m 'slow and not long'
-	$(INTERPRET) tests/kernels -m 'not long'
+	$(INTERPRET) $(INTERPRETED_ALL) -m 'not long'
 
 test-long: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+	$(RUN) -m long
 
 # CSV, table and picture go to benchmarks/results/; benchmarks/README.md says how to read them.
 bench-quick: setup

@@ -24,9 +24,16 @@ from marlhf_kernels.gpu.aot.cases import ALL
 from marlhf_kernels.gpu.launch import launch
 
 
-@pytest.mark.parametrize("target", TARGETS)
+def when(case, target):
+    """Each kernel on each target in `make test`, all cases for one in `make test-all`, the rest in `make test-long`."""
+    if case.quick:
+        return []
+    return pytest.mark.slow if target == "sm_90" else pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=[] if case.quick else pytest.mark.slow) for case in ALL]
+    ("case", "target"),
+    [pytest.param(case, target, id=f"{case}-{target}", marks=when(case, target)) for case in ALL for target in TARGETS],
 )
 def test_needs(case, target):
     """No spill, no float64, registers and shared memory within the limits, and wide loads where they can be."""
