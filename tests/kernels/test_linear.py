@@ -513,6 +513,20 @@ def test_entropy_bonus_by_hand():
     assert weight.grad.flatten().tolist() == pytest.approx([0.5 * 0.2218, -0.5 * 0.2218], abs=5e-5)
 
 
+def test_both_penalties_add_up():
+    """The KL loss and the entropy bonus of the two tests above, at once."""
+    weight = torch.tensor([[0.8], [0.2]], dtype=wide()).log().requires_grad_()
+    zeros = torch.zeros(1, 5, dtype=wide())
+    out = mk.linear_macro_policy_loss(
+        torch.ones(1, 5, 1, dtype=wide()), weight, torch.tensor([[0, 0, 0, 0, 1]]), zeros, zeros,
+        torch.arange(5, dtype=torch.int32)[None], ref_logprobs=torch.full((1, 5), 0.5, dtype=wide()).log(),
+        kl_loss_coef=0.5, entropy_coef=0.25,
+    )  # fmt: skip
+    assert out.loss.item() == pytest.approx(0.5 * 0.17232 - 0.25 * 0.5004, abs=5e-5)
+    out.loss.backward()
+    assert weight.grad.flatten().tolist() == pytest.approx([0.75 * 0.2218, -0.75 * 0.2218], abs=5e-5)
+
+
 @pytest.mark.parametrize("token_normalizer", [None, 0, 5.0])
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
 def test_no_action_token(shape, token_normalizer):

@@ -156,6 +156,7 @@ _BY_REASON: dict[str, list[str]] = {
         "logprobs:_gradient_into:off by one:labels >= 0 -> labels >= 1#1",
     ],
     "Only how many rows are taken at a time changes; at least one is.": [
+        "logprobs:_blocks:off by one:logits.shape[-1] -> logits.shape[-0]#1",
         "logprobs:_blocks:off by one:max(1, limit // max(vocabulary, 1)) -> max(2, limit // max(vocabulary, 1))#1",
         "logprobs:_blocks:operator:limit // max(vocabulary, 1) -> limit * max(vocabulary, 1)#1",
         "logprobs:_blocks:dropped term:limit // max(vocabulary, 1) -> limit#1",
@@ -170,20 +171,29 @@ _BY_REASON: dict[str, list[str]] = {
         "linear:_Head.__init__:off by one:max(weight.shape[0], 1) -> max(weight.shape[0], 0)#1",
         "linear:_Head.__init__:off by one:weight.shape[0] -> weight.shape[1]#1",
     ],
-    "Rows that could be one slab come as smaller ones, in the same order.": [
+    (
+        "Two sizes of 1, or rows that lie on one another, where the numbers read are the same and writing them in place "
+        "has no meaning."
+    ): [
         "logprobs:_slabs:off by one:logits.stride(0) -> logits.stride(1)#1",
         "logprobs:_slabs:dropped term:logits.stride(1) * logits.shape[1] -> logits.stride(1)#1",
-        "logprobs:_slabs:dropped term:logits.stride(1) * logits.shape[1] -> logits.shape[1]#1",
-        "logprobs:_slabs:off by one:logits.stride(1) -> logits.stride(2)#1",
         "logprobs:_slabs:off by one:logits.stride(1) -> logits.stride(0)#1",
-        "logprobs:_slabs:off by one:logits.shape[1] -> logits.shape[2]#1",
-        "logprobs:_slabs:off by one:logits.shape[1] -> logits.shape[0]#1",
     ],
     "The slices of an ignored row are 0 in every number, and so is what is made of them here.": [
         "linear:merge_slices:mask:torch.where(valid, log_total - mean, 0) -> log_total - mean#1",
     ],
     ("The gradient of an ignored row's logits is 0, whatever finite hidden state it is multiplied with."): [
         "linear:_Head.chunks:off by one:torch.where(self.valid[where], self.hidden[where].to(self.dtype), 0) -> torch.where(self.valid[where], self.hidden[where].to(self.dtype), 1)#1",
+    ],
+    "d is 0 where there is no action, and e^0 - 1 - 0 is 0.": [
+        "policy_loss:macro_policy_loss:mask:torch.where(macros.action, torch.expm1(d) - d, 0) -> torch.expm1(d) - d#1",
+    ],
+    (
+        "What stands where there is no action goes to the slot of no macro action, which is emptied, or is masked again "
+        "where it is used; the entropy of such a token, which is not, comes from an op that makes it 0."
+    ): [
+        "_layout:Macros.clean:mask:torch.where(self.action, self.flat(x).to(dtype), 0) -> self.flat(x).to(dtype)#1",
+        "_layout:Macros.clean:off by one:torch.where(self.action, self.flat(x).to(dtype), 0) -> torch.where(self.action, self.flat(x).to(dtype), 1)#1",
     ],
 }
 
