@@ -15,6 +15,7 @@ from torch import Tensor
 
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / ("libmarlhf_cpu" + (".dylib" if sys.platform == "darwin" else ".so"))
+_OTHER_VERSION = f"{LIBRARY.name} is from another version of the package; install it again"
 FAILURE = FOLDER / "build_failure.txt"
 """Written by the build where there is no compiler, or it failed: the reason in one line."""
 
@@ -29,6 +30,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, 
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
 
 _forked = False
+_names: list[str] = []
 
 
 @functools.cache
@@ -66,9 +68,11 @@ def missing() -> str | None:
             return f"it was not built: {FAILURE.read_text(encoding='utf-8').strip()}"
         return "it was not built; install the package with pip where a C++17 compiler is"
     try:
-        instruction_set()
+        prefix = f"marlhf_{instruction_set()}"
+        if not all(hasattr(library(), f"{prefix}_{name}") for name in _names):
+            return _OTHER_VERSION
     except AttributeError:
-        return f"{LIBRARY.name} is from another version of the package; install it again"
+        return _OTHER_VERSION
     except (OSError, ValueError) as error:
         return str(error) if isinstance(error, ValueError) else f"{LIBRARY.name} does not load: {error}"
     return None
@@ -90,6 +94,7 @@ class Function:
 
     def __init__(self, name: str, arguments: str) -> None:
         self._name = name
+        _names.append(name)
         self._arguments = arguments
 
     @functools.cached_property

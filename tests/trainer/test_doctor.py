@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from marlhf import rollout
+from marlhf import doctor, rollout
 from marlhf.doctor import CHECKS, run_doctor
 from marlhf.models import loading
 from marlhf.responses import Responses
@@ -21,7 +22,7 @@ def words(
     policies: dict[str, Path], scorers: dict[str, Path], row_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     # A narrow terminal would break the cells up.
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(doctor, "console", Console(width=200))
     return [
         f"ppo.model.path={policies['gpt2']}",
         f"ppo.reward_model.path={scorers['gpt2']}",
@@ -146,8 +147,6 @@ def test_a_second_bos(
     tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As where a template and the tokenizer each put one in front."""
-    from marlhf import doctor
-
     original = doctor.encode_rows
 
     def doubled(*args: Any, **named: Any) -> Any:
@@ -165,8 +164,6 @@ def test_a_second_bos(
 def test_a_policy_that_is_not_its_reference(
     tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from marlhf import doctor
-
     loaded: list[Any] = []
     original = doctor.load_policy
 
