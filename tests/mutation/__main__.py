@@ -61,8 +61,8 @@ TESTS = {
     "advantages": (["advantages", "registration"], "(test_advantages and not grids) or (waits and gae)"),
     "policy_loss": (
         ["policy_loss", "linear", "registration"],
-        "(test_policy_loss and not grids) or (test_linear and (as_a_loss or bonus or no_action or microbatches))"
-        " or asked_for",
+        "(test_policy_loss and not grids) or asked_for"
+        " or (test_linear and (as_a_loss or bonus or penalties or no_action or microbatches))",
     ),
     "logprobs": (
         ["token_logprobs", "registration", "linear"],

@@ -37,7 +37,6 @@ _BY_REASON: dict[str, list[str]] = {
         "segmentation:perplexity:mask:torch.where(tokens.chosen, tokens.row * width + tokens.rank, tokens.num_rows * width) -> tokens.row * width + tokens.rank#1",
     ],
     ("Any width that holds the chosen tokens of every sequence gives the same ids; the padded width does."): [
-        "segmentation:Tokens.widest:comparison:self.device.type != 'cpu' -> self.device.type == 'cpu'#1",
         "segmentation:Tokens.widest:off by one:int(self.per_row(self.before).max()) if self.num_rows else 0 -> int(self.per_row(self.before).max()) if self.num_rows else 1#1",
     ],
     (
@@ -103,9 +102,6 @@ _BY_REASON: dict[str, list[str]] = {
         "advantages:_gae:mask:torch.where(macros.exists, reward + g * next_value - value, 0) -> reward + g * next_value - value#1",
         "advantages:_gae:off by one:torch.where(macros.exists, reward + g * next_value - value, 0) -> torch.where(macros.exists, reward + g * next_value - value, 1)#1",
     ],
-    "More steps than are needed change nothing: no macro action has that many after it.": [
-        "advantages:_discounted_suffix_sums:comparison:delta.device.type == 'cpu' -> delta.device.type != 'cpu'#1",
-    ],
     "Where one stride is out of reach all larger ones are: that product is never used.": [
         "advantages:_discounted_suffix_sums:mask:torch.where(reaches, decay[:-stride] * decay[stride:], decay[:-stride]) -> decay[:-stride] * decay[stride:]#1",
     ],
@@ -136,9 +132,6 @@ _BY_REASON: dict[str, list[str]] = {
     ],
     "The number of tokens is the same whatever the units are.": [
         "policy_loss:policy_penalty:condition:Units(macros, of_macros=False) -> Units(macros, of_macros=True)#1",
-    ],
-    ("The label of a token that is no action is negative, and the gradient of its entropy goes nowhere."): [
-        "policy_loss:policy_penalty:dropped term:macros.action.to(dtype) * scalar(entropy_coef, dtype, macros.device) -> scalar(entropy_coef, dtype, macros.device)#1",
     ],
     "Any negative label ignores its row.": [
         "policy_loss:action_labels:off by one:torch.where(macros.action, macros.flat(labels), -1) -> torch.where(macros.action, macros.flat(labels), -2)#1",
