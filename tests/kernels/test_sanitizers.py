@@ -12,6 +12,7 @@ from tests.kernels import random_calls
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SANITIZERS = "address,undefined"
+EDGES = ("macro", "advantages", "policy_loss", "value_loss", "segmentation", "whiten", "token_logprobs", "cpu_macro")
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +71,9 @@ def test_the_sanitizers_are_awake(sanitized):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_edge_cases(sanitized):
-    """The kernels' own tests."""
-    done = sanitized("-m", "pytest", "-q", "-x", "tests/kernels", "--backend", "cpu", "-m", "not slow and not long",
-                     "--ignore", "tests/kernels/test_compile.py", "--ignore", "tests/kernels/test_cpu.py",
+    """The tests of every op, and of ids that are garbage."""
+    files = [f"tests/kernels/test_{name}.py" for name in EDGES]
+    done = sanitized("-m", "pytest", "-q", "-x", *files, "--backend", "cpu", "-m", "not slow and not long",
                      "-p", "no:cacheprovider", "-p", "no:xdist")  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
 
