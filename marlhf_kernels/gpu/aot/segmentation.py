@@ -50,6 +50,7 @@ def _perplexity(tokens: Tokens, rule: str, dtype: torch.dtype) -> Case:
         lambda: segmentation.perplexity(tokens.mask(), tokens.floats(dtype), rule, *tokens.where),
         quick=tokens is ROW and dtype is torch.float32,
         vector=False,
+        registers=tokens.registers,
     )
 
 
