@@ -42,7 +42,7 @@ test: lint
 # What `make test` leaves out.
 test-all: setup
 	$(PYTEST) -m 'slow and not long'
-	$(INTERPRET) $(INTERPRETED_ALL) -m 'not long'
+	$(INTERPRET) $(INTERPRETED_ALL) -m 'not slow and not long'
 
 test-long: setup
 	$(RUN) -m long
