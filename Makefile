@@ -11,10 +11,10 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 PYTEST := $(RUN) --backend reference --backend cpu
 # Triton's kernels on CPU tensors; apart, for a kernel is decorated for the interpreter or for a GPU.
 INTERPRET := TRITON_INTERPRET=1 $(RUN) --backend gpu
-# Of each kind of kernel the tests that find most; `make test-all` runs those of most ops.
+# Of each kind of kernel the tests that find most; `make test-all` runs those of every op.
 INTERPRETED := $(addprefix tests/kernels/test_,gpu_launches.py token_logprobs.py whiten.py)
 INTERPRETED_ALL := $(INTERPRETED) $(addprefix tests/kernels/test_,gpu_walks.py advantages.py macro.py policy_loss.py \
-	value_loss.py golden.py token_ppo.py)
+	value_loss.py segmentation.py golden.py token_ppo.py)
 
 .PHONY: setup demo test test-all test-long bench bench-quick lint clean
 

@@ -363,8 +363,10 @@ def test_inplace_backward_of_strided_logits(view):
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(40000, 8), (3, 300000)])
-def test_more_logits_than_are_taken_at_a_time(rows, vocab):
+def test_more_logits_than_are_taken_at_a_time(rows, vocab, backend):
     """Many rows, each with a temperature of its own, and rows longer than a block."""
+    if rows > 1000 and "edge" not in backend.grids:
+        pytest.skip("a program for each of 40,000 rows takes Triton's interpreter many minutes")
     torch.manual_seed(0)
     x, y, t = torch.randn(rows, vocab), torch.randint(0, vocab, (rows,)), 0.5 + torch.rand(rows)
     results = []
